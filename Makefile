@@ -1,0 +1,42 @@
+# `make cycle` and `make test` each do all of their own set-up.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/installed
+
+.PHONY: install cycle control seeds test unit faults integration check format clean
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml infra/constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint infra/constraints.txt --editable '.[dev]'
+	touch $@
+
+cycle: install
+	$(BIN)/rollhouse run infra/runs/demo.toml
+
+test: install
+	$(BIN)/python -m pytest
+
+unit: install
+	$(BIN)/python -m pytest tests/unit
+
+faults: install
+	$(BIN)/python -m pytest tests/faults
+
+integration: install
+	$(BIN)/python -m pytest tests/integration
+
+check: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf var build *.egg-info
