@@ -1,0 +1,272 @@
+"""The run TOML: every key, its default, its range and whether it may change on resume.
+
+Unknown keys are refused, because a misspelt key that falls back to a default is a quiet error.
+A value that shapes the data is fixed for the life of a run; limits, threads and URLs are marked
+`may_change` and may differ when a run is resumed.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+MAY_CHANGE: dict[str, Any] = {"may_change": True}
+
+Positive = Annotated[int, Field(gt=0)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class RunSection(Section):
+    """Which run this is and where it lives. Relative paths start at the working directory."""
+
+    run_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+    seed: Annotated[int, Field(ge=0, lt=2**31)]
+    lake: str
+    store: str
+    """Weights and checkpoints."""
+    num_cycles: Annotated[int, Field(gt=0, json_schema_extra=MAY_CHANGE)]
+    batches_per_cycle: Positive
+
+
+class WarmStart(Section):
+    """A small Qwen3-architecture policy, made here and cached by a hash of all that made it."""
+
+    cache: str = "var/policies"
+    num_layers: Positive = 4
+    hidden_size: Positive = 128
+    intermediate_size: Positive = 384
+    num_heads: Positive = 4
+    num_kv_heads: Positive = 2
+    head_dim: Positive = 32
+    vocab_size: Positive = 320
+    initializer_range: Annotated[float, Field(gt=0)] = 0.02
+    num_problems: Positive
+    """Training problems whose text the tokenizer and the supervised run see."""
+    steps: Positive
+    batch_sequences: Positive
+    learning_rate: Annotated[float, Field(gt=0)]
+    wrong_share: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of examples that show another problem's answer: a teacher that is often wrong, whose
+    noise a verifier can then train away."""
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+
+
+class PolicySection(Section):
+    """Where version 0 comes from: a Hugging Face folder, or a warm start made by the project."""
+
+    path: str | None = None
+    warm_start: WarmStart | None = None
+
+    @model_validator(mode="after")
+    def _one_source(self):
+        if (self.path is None) == (self.warm_start is None):
+            raise ValueError(
+                "give either path (a Hugging Face folder) or a [policy.warm_start] table"
+            )
+        return self
+
+
+class EnvironmentSection(Section):
+    name: str
+    options: dict[str, Any] = {}
+
+
+class EngineSection(Section):
+    backend: Literal["torch"] = "torch"
+    num_slots: Annotated[int, Field(gt=0, json_schema_extra=MAY_CHANGE)] = 256
+    max_model_tokens: Positive
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    threads: Annotated[int, Field(gt=0, json_schema_extra=MAY_CHANGE)] = 2
+    logprob_tolerance: Annotated[float, Field(gt=0)] = 0.002
+    """Largest |log pi - log mu| that rounding alone explains for this engine and dtype."""
+
+
+class SamplingSection(Section):
+    """All of them, always sent: a model's own generation config never fills one in."""
+
+    temperature: Annotated[float, Field(gt=0, le=10)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    max_tokens: Positive
+
+    @property
+    def truncates(self) -> bool:
+        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
+
+
+class BatchSection(Section):
+    trajectories: Positive
+    group_size: Annotated[int, Field(ge=2)]
+    minibatches: Positive = 1
+
+    @model_validator(mode="after")
+    def _whole_groups(self):
+        if self.trajectories % self.group_size:
+            raise ValueError(
+                f"trajectories = {self.trajectories} is not a multiple of group_size = "
+                f"{self.group_size}: a batch holds whole groups"
+            )
+        if self.trajectories % self.minibatches:
+            raise ValueError(
+                f"trajectories = {self.trajectories} is not a multiple of minibatches = "
+                f"{self.minibatches}: minibatches have equal size"
+            )
+        return self
+
+    @property
+    def num_groups(self) -> int:
+        return self.trajectories // self.group_size
+
+
+class AsynchronySection(Section):
+    """How far sampling may run ahead (k batches) and how stale a trained token may be (max_lag)."""
+
+    k: Annotated[int, Field(ge=0)] = 0
+    max_lag: Annotated[int, Field(ge=0)] | None = None
+    """In weight versions; k where it is not given."""
+    order: Literal["finish", "start"] = "finish"
+    update: Literal["wait", "keep", "abort"] = "wait"
+
+    @property
+    def lag_bound(self) -> int:
+        return self.k if self.max_lag is None else self.max_lag
+
+
+class TrainerSection(Section):
+    ranks: Positive = 1
+    threads: Annotated[int, Field(gt=0, json_schema_extra=MAY_CHANGE)] = 2
+    """Threads over all ranks."""
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    token_budget: Positive = 1024
+    """Tokens a packed microbatch holds at most."""
+    learning_rate: Annotated[float, Field(gt=0)]
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    epsilon: Annotated[float, Field(gt=0)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    max_gradient_norm: Annotated[float, Field(gt=0)] = 1.0
+    advantage: Literal["group_mean", "group_mean_std"] = "group_mean_std"
+    loss: Literal["reinforce", "ppo_clip"] = "ppo_clip"
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    clip_high: Annotated[float, Field(gt=0)] = 0.2
+    correction: Literal["none", "token_is", "token_tis", "sequence_is", "sequence_tis"] = (
+        "token_tis"
+    )
+    w_cap: Annotated[float, Field(gt=0)] = 2.0
+    reward_control: Literal["none", "permuted"] = "none"
+    """permuted: advantages come from the batch's rewards in a random order, the null control
+    that shows a gain is earned by the rewards."""
+    audit_fraction: Annotated[float, Field(ge=0, le=1)] = 0.25
+    """Share of a batch's trajectories whose stale tokens are recomputed at their own version."""
+    timeout_s: Annotated[float, Field(gt=0, json_schema_extra=MAY_CHANGE)] = 600.0
+    """Longest the controller waits for a sign of life from the trainer job."""
+
+
+class GatesSection(Section):
+    reward_min: float = 0.0
+    reward_max: float = 1.0
+    off_factor: Annotated[float, Field(gt=1)] = 2.0
+    """A token off by more than this factor counts in the share that gate 2 bounds."""
+    max_share_off: Annotated[float, Field(gt=0, le=1)] = 0.1
+    """Largest share of such tokens in a batch."""
+
+
+class EvaluationSection(Section):
+    num_tasks: Positive = 512
+    num_samples: Positive = 1
+    temperature: Annotated[float, Field(gt=0, le=10)] = 1.0
+    pass_reward: float = 1.0
+    """A rollout passes when its reward is at least this."""
+
+
+class RunConfig(Section):
+    run: RunSection
+    policy: PolicySection
+    environment: EnvironmentSection
+    engine: EngineSection
+    sampling: SamplingSection
+    batch: BatchSection
+    asynchrony: AsynchronySection = AsynchronySection()
+    trainer: TrainerSection
+    gates: GatesSection = GatesSection()
+    evaluation: EvaluationSection = EvaluationSection()
+
+    @model_validator(mode="after")
+    def _coherent(self):
+        if self.sampling.truncates:
+            raise ValueError(
+                "sampling: top_p, top_k and min_p must be off (1.0, 0, 0.0), because the trainer "
+                "recomputes log-probabilities of the whole distribution and a truncated one would "
+                "bias every importance weight"
+            )
+        if self.asynchrony.lag_bound < self.asynchrony.k and self.asynchrony.order == "start":
+            raise ValueError(
+                'asynchrony: max_lag below k with order = "start" drops the rollouts it waits '
+                'for; raise max_lag or use order = "finish"'
+            )
+        if self.sampling.max_tokens >= self.engine.max_model_tokens:
+            raise ValueError(
+                f"sampling.max_tokens = {self.sampling.max_tokens} leaves no room for a prompt in "
+                f"engine.max_model_tokens = {self.engine.max_model_tokens}; lower the first or "
+                "raise the second"
+            )
+        return self
+
+
+def _known_keys(location: tuple[int | str, ...]) -> list[str]:
+    """Keys of the section that holds the unknown key at `location`."""
+    model: Any = RunConfig
+    for part in location[:-1]:
+        annotation = model.model_fields[str(part)].annotation
+        options = getattr(annotation, "__args__", (annotation,))
+        model = next(option for option in options if isinstance(option, type))
+    return list(model.model_fields)
+
+
+def _sentence(error: Mapping[str, Any], source: str) -> str:
+    key = ".".join(str(part) for part in error["loc"]) or "the file"
+    if error["type"] == "extra_forbidden":
+        known = ", ".join(_known_keys(error["loc"]))
+        return f"{source}: unknown key {key}; remove it or use one of: {known}."
+    if error["type"] == "missing":
+        return f"{source}: {key} is missing; add it."
+    message = error["msg"].removeprefix("Value error, ")
+    given = "" if isinstance(error["input"], dict) else f" (given {error['input']!r})"
+    return f"{source}: {key}: {message[0].lower()}{message[1:]}{given}."
+
+
+def parse_run_config(data: Mapping[str, Any], source: str) -> RunConfig:
+    """A run configuration from parsed TOML.
+
+    Raises `ValueError` with one sentence a fault, each naming `source`, the key and the fix.
+    """
+    try:
+        return RunConfig.model_validate(data)
+    except ValidationError as error:
+        raise ValueError("\n".join(_sentence(e, source) for e in error.errors())) from None
+
+
+def _leaves(model: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any, bool]]:
+    for name, field in type(model).model_fields.items():
+        value = getattr(model, name)
+        if isinstance(value, BaseModel):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            extra = field.json_schema_extra or {}
+            yield f"{prefix}{name}", value, extra == MAY_CHANGE
+
+
+def changed_keys(old: RunConfig, new: RunConfig) -> list[str]:
+    """Keys that differ and may not change on resume, as `section.key (old -> new)`."""
+    before = {key: value for key, value, _ in _leaves(old)}
+    after = {key: (value, may_change) for key, value, may_change in _leaves(new)}
+    changed = []
+    for key in sorted(before.keys() | after.keys()):
+        value, may_change = after.get(key, (None, False))
+        if not may_change and before.get(key) != value:
+            changed.append(f"{key} ({before.get(key)!r} -> {value!r})")
+    return changed

@@ -1,0 +1,226 @@
+"""Gate 1: what every rollout must satisfy before it can be admitted to a batch.
+
+Expressions see `s` (segments with `previous_version` and `expected_start`), `t` (trajectories with
+`segment_tokens`, `segment_action_tokens`, `group_samples`, `group_tasks`) and `limits`.
+"""
+
+from schemas.expectations.rule import Rule
+
+_ACTION = "s.kind = 'action'"
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "lengths_agree",
+        "row",
+        "segment",
+        f"({_ACTION} AND len(s.rollout_logprobs) IS DISTINCT FROM len(s.token_ids))"
+        f" OR (NOT {_ACTION} AND s.rollout_logprobs IS NOT NULL)",
+        "Every action token has a log-probability and no other token does.",
+        "A log-probability set beside the wrong token.",
+    ),
+    Rule(
+        "logprobs_present",
+        "row",
+        "segment",
+        "len(list_filter(coalesce(s.rollout_logprobs, []),"
+        " lambda x: x IS NULL OR NOT isfinite(x)))",
+        "No action token's log-probability is NULL, NaN or infinite.",
+        "An importance weight without a denominator.",
+    ),
+    Rule(
+        "logprobs_not_positive",
+        "row",
+        "segment",
+        "len(list_filter(coalesce(s.rollout_logprobs, []), lambda x: x > 0))",
+        "Every log-probability is at most 0.",
+        "Logits or probabilities logged as log-probabilities.",
+    ),
+    Rule(
+        "versions_present",
+        "row",
+        "segment",
+        f"{_ACTION} AND (s.weight_version IS NULL OR s.kv_version_min IS NULL)",
+        "Every action segment names the weights that sampled it and those behind its cache.",
+        "Staleness that cannot be measured.",
+    ),
+    Rule(
+        "versions_published",
+        "row",
+        "segment",
+        "s.weight_version > limits.published_version",
+        "No token claims weights that were not published yet.",
+        "A version counter that was reset or runs ahead.",
+    ),
+    Rule(
+        "versions_monotone",
+        "row",
+        "segment",
+        "s.weight_version < s.previous_version OR s.kv_version_min > s.weight_version",
+        "Versions never fall within a sequence, and a cache is never newer than the weights.",
+        "Parts of different rollouts joined into one.",
+    ),
+    Rule(
+        "ids_in_vocabulary",
+        "row",
+        "segment",
+        "len(list_filter(s.token_ids, lambda x: x IS NULL OR x < 0 OR x >= limits.vocab_size))",
+        "Every token id is inside the policy's vocabulary.",
+        "Tokens of another tokenizer.",
+    ),
+    Rule(
+        "positions_contiguous",
+        "row",
+        "segment",
+        "s.start_position IS DISTINCT FROM s.expected_start",
+        "Segments of a sequence follow each other without a gap or an overlap.",
+        "A lost, doubled or reordered segment.",
+    ),
+    Rule(
+        "sequence_opens_with_prompt",
+        "row",
+        "segment",
+        "s.segment_index = 0 AND s.kind NOT IN ('prompt', 'summary')",
+        "A sequence begins with the context that the policy saw.",
+        "Actions without their context.",
+    ),
+    Rule(
+        "action_within_cap",
+        "row",
+        "segment",
+        f"{_ACTION} AND len(s.token_ids) > limits.max_tokens",
+        "No action is longer than the sampling cap.",
+        "A cap that the engine did not apply.",
+    ),
+    Rule(
+        "token_counts_agree",
+        "row",
+        "trajectory",
+        "t.num_tokens IS DISTINCT FROM t.segment_tokens"
+        " OR t.num_action_tokens IS DISTINCT FROM t.segment_action_tokens",
+        "A trajectory's token counts are those of its segments.",
+        "Segments lost between the engine and the lake.",
+    ),
+    Rule(
+        "status_agrees",
+        "row",
+        "trajectory",
+        "(t.status = 'truncated') IS DISTINCT FROM (t.finish_reason = 'length')",
+        "A trajectory is truncated exactly when its last turn hit the length cap.",
+        "A truncated answer trained as a complete one.",
+    ),
+    Rule(
+        "reward_finite",
+        "row",
+        "trajectory",
+        "t.reward IS NOT NULL AND NOT isfinite(t.reward)",
+        "No reward is NaN or infinite.",
+        "One scorer fault poisoning every advantage of its group.",
+    ),
+    Rule(
+        "reward_in_range",
+        "row",
+        "trajectory",
+        "isfinite(t.reward) AND (t.reward < limits.reward_min OR t.reward > limits.reward_max)",
+        "Every reward is inside the configured range.",
+        "A scorer on another scale.",
+    ),
+    Rule(
+        "reward_where_due",
+        "row",
+        "trajectory",
+        "(t.status IN ('completed', 'truncated')) IS DISTINCT FROM (t.reward IS NOT NULL)",
+        "A finished rollout has a reward and a failed one has none.",
+        "A failure counted as a wrong answer.",
+    ),
+    Rule(
+        "group_whole",
+        "group",
+        "trajectory",
+        "t.group_samples IS DISTINCT FROM"
+        " CASE t.split WHEN 'train' THEN limits.group_size ELSE limits.num_samples END",
+        "A group has exactly as many rollouts as configured.",
+        "An advantage relative to the wrong baseline.",
+    ),
+    Rule(
+        "group_one_task",
+        "group",
+        "trajectory",
+        "t.group_tasks IS DISTINCT FROM 1",
+        "All rollouts of a group answer one task.",
+        "An advantage that compares different problems.",
+    ),
+    Rule(
+        "trajectory_once",
+        "batch",
+        "window",
+        "(SELECT count(*) - count(DISTINCT trajectory_id) FROM trajectories)"
+        " + (SELECT count(*) FROM trajectories JOIN recorded USING (trajectory_id))",
+        "No trajectory is recorded twice.",
+        "A rollout that counts double in the gradient.",
+    ),
+    Rule(
+        "request_once",
+        "batch",
+        "window",
+        "(SELECT count(*) FROM requests) - (SELECT count(*) FROM"
+        " (SELECT DISTINCT trajectory_id, turn_index, part_index FROM requests))",
+        "No engine request is recorded twice.",
+        "A retry written beside the request it repeats.",
+    ),
+    Rule(
+        "segments_have_trajectory",
+        "batch",
+        "window",
+        "(SELECT count(*) FROM segments ANTI JOIN trajectories USING (trajectory_id))",
+        "Every segment belongs to a recorded trajectory.",
+        "Tokens that nothing accounts for.",
+    ),
+    Rule(
+        "logprobs_not_constant",
+        "batch",
+        "window",
+        "(SELECT count(x) >= 64 AND count(DISTINCT x) = 1 FROM"
+        " (SELECT unnest(rollout_logprobs) AS x FROM segments WHERE kind = 'action'))",
+        "The window's log-probabilities are not all the same.",
+        "A missing log-probability written as 0.0.",
+    ),
+    Rule(
+        "sampling_as_configured",
+        "batch",
+        "window",
+        "(SELECT count(*) FROM trajectories t WHERE t.split = 'train' AND ("
+        " t.sampling.temperature IS DISTINCT FROM limits.temperature"
+        " OR t.sampling.top_p IS DISTINCT FROM 1.0 OR t.sampling.top_k IS DISTINCT FROM 0"
+        " OR t.sampling.min_p IS DISTINCT FROM 0.0"
+        " OR t.sampling.max_tokens IS DISTINCT FROM limits.max_tokens))",
+        "Training rollouts were sampled with the configured parameters, and without truncation.",
+        "A parameter that was defaulted or overridden on the way to the engine.",
+    ),
+    Rule(
+        "logprobs_processed",
+        "batch",
+        "window",
+        "(SELECT count(*) FROM trajectories"
+        " WHERE logprobs_mode IS DISTINCT FROM 'processed_logprobs')",
+        "Log-probabilities are those of the distribution that was really sampled from.",
+        "Raw log-probabilities beside tokens sampled at another temperature.",
+    ),
+    Rule(
+        "tokenizer_unchanged",
+        "batch",
+        "window",
+        "(SELECT count(*) FROM trajectories"
+        " WHERE tokenizer_sha256 IS DISTINCT FROM limits.tokenizer_sha256"
+        " OR chat_template_sha256 IS DISTINCT FROM limits.chat_template_sha256)",
+        "Tokenizer and chat template are those the run began with.",
+        "Contexts that change meaning in mid run.",
+    ),
+    Rule(
+        "engine_unchanged",
+        "batch",
+        "window",
+        "(SELECT count(*) FROM trajectories WHERE engine IS DISTINCT FROM limits.engine)",
+        "The engine build is the one that was probed.",
+        "An engine upgraded in mid run.",
+    ),
+)

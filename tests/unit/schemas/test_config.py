@@ -1,0 +1,138 @@
+"""Every bad run file gets one sentence that names the file, the key and the fix."""
+
+import copy
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.run_file import load_run_file
+from schemas.config import RunConfig, changed_keys, parse_run_config
+
+MINIMAL: dict[str, Any] = tomllib.loads("""
+[run]
+run_id = "r"
+seed = 1
+lake = "lake"
+store = "store"
+num_cycles = 2
+batches_per_cycle = 3
+[policy]
+path = "policy"
+[environment]
+name = "reasoning_gym"
+[engine]
+max_model_tokens = 64
+[sampling]
+max_tokens = 8
+[batch]
+trajectories = 32
+group_size = 4
+minibatches = 2
+[trainer]
+learning_rate = 1e-4
+""")
+
+
+def with_(path: str, value: Any) -> dict[str, Any]:
+    data = copy.deepcopy(MINIMAL)
+    *sections, key = path.split(".")
+    section = data
+    for name in sections:
+        section = section.setdefault(name, {})
+    section[key] = value
+    return data
+
+
+def message(data: dict[str, Any]) -> str:
+    with pytest.raises(ValueError) as caught:
+        parse_run_config(data, "r.toml")
+    return str(caught.value)
+
+
+def test_a_minimal_file_is_synchronous_and_untruncated():
+    config = parse_run_config(MINIMAL, "r.toml")
+    assert config.asynchrony.k == 0 and config.asynchrony.lag_bound == 0
+    assert not config.sampling.truncates
+    assert config.batch.num_groups == 8
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "parts"),
+    [
+        ("trainer.learning_rat", 1.0, ["unknown key trainer.learning_rat", "learning_rate"]),
+        ("sampling.topk", 5, ["unknown key sampling.topk", "top_k"]),
+        ("unknown.key", 5, ["unknown key unknown", "trainer"]),
+        ("trainer.learning_rate", 0, ["trainer.learning_rate", "greater than 0", "0"]),
+        ("trainer.learning_rate", "fast", ["trainer.learning_rate", "'fast'"]),
+        ("trainer.loss", "gspo2", ["trainer.loss", "ppo_clip", "'gspo2'"]),
+        ("batch.trajectories", 30, ["batch", "not a multiple of group_size = 4"]),
+        ("batch.minibatches", 5, ["batch", "not a multiple of minibatches = 5"]),
+        ("batch.group_size", 1, ["batch.group_size", "greater than or equal to 2"]),
+        ("sampling.temperature", 0, ["sampling.temperature", "greater than 0"]),
+        ("sampling.top_p", 0.9, ["top_p", "bias every importance weight"]),
+        ("sampling.max_tokens", 64, ["leaves no room for a prompt"]),
+        ("run.run_id", "../x", ["run.run_id", "pattern"]),
+        ("run.seed", -1, ["run.seed"]),
+        ("policy.warm_start", {}, ["policy.warm_start.steps is missing; add it"]),
+        ("policy.path", None, ["policy", "either path", "warm_start"]),
+        ("engine.backend", "sglang", ["engine.backend", "'torch'"]),
+    ],
+)
+def test_a_bad_value_is_named_with_its_fix(path: str, value: Any, parts: list[str]):
+    text = message(with_(path, value))
+    assert text.startswith("r.toml: ")
+    for part in parts:
+        assert part in text
+
+
+def test_max_lag_below_k_is_refused_where_it_would_starve():
+    data = with_("asynchrony", {"k": 2, "max_lag": 1, "order": "start"})
+    assert "raise max_lag" in message(data)
+
+
+def test_every_fault_gets_its_own_sentence():
+    data = with_("trainer.learning_rate", -1)
+    data["batch"]["nope"] = 1
+    assert len(message(data).splitlines()) == 2
+
+
+def test_only_limits_threads_and_urls_may_change_on_resume():
+    old = parse_run_config(MINIMAL, "r.toml")
+    threads = parse_run_config(with_("trainer.threads", 7), "r.toml")
+    longer = parse_run_config(with_("run.num_cycles", 9), "r.toml")
+    assert changed_keys(old, threads) == [] and changed_keys(old, longer) == []
+    faster = parse_run_config(with_("trainer.learning_rate", 0.5), "r.toml")
+    assert changed_keys(old, faster) == ["trainer.learning_rate (0.0001 -> 0.5)"]
+    optioned = parse_run_config(with_("environment.options", {"a": 1}), "r.toml")
+    assert changed_keys(old, optioned) == ["environment.options ({} -> {'a': 1})"]
+
+
+def test_a_configuration_survives_the_ledger():
+    config = parse_run_config(MINIMAL, "r.toml")
+    assert RunConfig.model_validate(config.model_dump(mode="json")) == config
+
+
+def test_files_and_overrides(tmp_path: Path):
+    file = tmp_path / "r.toml"
+    text = Path("infra/runs/demo.toml").read_text()
+    file.write_text(text)
+    config = load_run_file(file, ["run.seed=11", "run.lake=elsewhere"])
+    assert config.run.seed == 11 and config.run.lake == "elsewhere"
+    with pytest.raises(ValueError, match=r"write section\.key=value"):
+        load_run_file(file, ["run.seed"])
+    with pytest.raises(ValueError, match="unknown key run.sede"):
+        load_run_file(file, ["run.sede=1"])
+    with pytest.raises(ValueError, match=r"no such file; infra/runs/demo\.toml"):
+        load_run_file(tmp_path / "absent.toml")
+    file.write_text("run = [")
+    with pytest.raises(ValueError, match="not valid TOML"):
+        load_run_file(file)
+    with pytest.raises(ValueError, match="cannot be read as text"):
+        load_run_file(tmp_path)
+
+
+@pytest.mark.parametrize("file", sorted(Path("infra/runs").glob("*.toml")), ids=lambda p: p.name)
+def test_committed_run_files_are_valid(file: Path):
+    assert load_run_file(file).run.run_id
