@@ -1,0 +1,25 @@
+"""Names of writes and partitions."""
+
+import os
+import time
+from urllib.parse import quote
+from uuid import UUID
+
+
+def uuid7() -> UUID:
+    """A time-ordered UUID: 48 bits of Unix milliseconds, then random bits (RFC 9562, 5.7)."""
+    milliseconds = time.time_ns() // 1_000_000
+    value = (milliseconds & (1 << 48) - 1) << 80 | int.from_bytes(os.urandom(10), "big")
+    value = value & ~(0xF << 76) | 0x7 << 76
+    value = value & ~(0x3 << 62) | 0x2 << 62
+    return UUID(int=value)
+
+
+def new_write_id(lease: int) -> str:
+    """`{lease:06d}-{uuid7}`: names one write and the lease it was made under."""
+    return f"{lease:06d}-{uuid7()}"
+
+
+def partition_dir(run_id: str, cycle: int) -> str:
+    """Path of a partition under its table, percent-encoded as Delta and Hive readers expect."""
+    return f"run_id={quote(run_id, safe='')}/cycle={cycle}"
