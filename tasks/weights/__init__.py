@@ -1,0 +1,1 @@
+"""Weight versions: hashes, anchors and their verification."""
