@@ -1,0 +1,1 @@
+"""Rollout engines: the protocol, the in-process torch engine, the probe that proves either."""
