@@ -1,0 +1,105 @@
+"""Where version 0 comes from: the run file's checkpoint, or a warm start made once and cached.
+
+The cache is keyed by a hash of everything that made the policy, this project's own source of it
+included, so an edit makes a new one and an interrupted run leaves nothing that looks finished.
+"""
+
+import hashlib
+import json
+import shutil
+import tempfile
+from pathlib import Path
+
+from schemas.config import RunConfig, WarmStart
+from tasks import policy as policy_module
+from tasks.environments import make_environment
+from tasks.environments.protocol import Environment
+from tasks.policy import training_problems, write_examples, write_initial_policy
+from tasks.renderers import Renderer
+from tasks.train import torchrun
+
+
+class WarmStartFailed(RuntimeError):
+    """The supervised run ended with an error."""
+
+
+def starting_checkpoint(config: RunConfig) -> Path:
+    """The Hugging Face folder that becomes version 0.
+
+    Raises `ValueError` if the run file names a folder that does not exist, `WarmStartFailed` if
+    the supervised run fails.
+    """
+    if config.policy.path is not None:
+        folder = Path(config.policy.path)
+        if not folder.is_dir():
+            raise ValueError(
+                f"policy.path: {folder} is not a folder; give a Hugging Face checkpoint folder, or "
+                "a [policy.warm_start] table."
+            )
+        return folder
+    settings = config.policy.warm_start
+    assert settings is not None, "a policy has a path or a warm start"
+    environment = make_environment(config.environment.name, config.environment.options)
+    return ensure_warm_start(settings, config, environment)
+
+
+def warm_start_key(settings: WarmStart, config: RunConfig) -> str:
+    """16 hex digits over the settings, the environment and the code that makes the policy."""
+    made_of = {
+        "settings": settings.model_dump(mode="json", exclude={"cache"}),
+        "environment": config.environment.model_dump(mode="json"),
+        "ranks": config.trainer.ranks,
+        "source": Path(policy_module.__file__).read_text(),
+    }
+    return hashlib.blake2b(json.dumps(made_of, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def ensure_warm_start(settings: WarmStart, config: RunConfig, environment: Environment) -> Path:
+    """The cached policy, made now if there is none."""
+    cache = Path(settings.cache).absolute()
+    finished = cache / warm_start_key(settings, config)
+    if finished.is_dir():
+        return finished
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache, prefix=".making-") as scratch:
+        initial, data = Path(scratch) / "initial", Path(scratch) / "examples.parquet"
+        problems = list(training_problems(environment, settings.num_problems, settings.seed))
+        texts = [
+            text
+            for messages, answer in problems
+            for text in (*(m["content"] for m in messages), answer)
+        ]
+        write_initial_policy(initial, settings, texts)
+        write_examples(data, Renderer(initial), problems, settings)
+        made = Path(scratch) / "trained"
+        arguments = {
+            "--init": initial,
+            "--data": data,
+            "--out": made,
+            "--steps": settings.steps,
+            "--batch-sequences": settings.batch_sequences,
+            "--learning-rate": settings.learning_rate,
+            "--seed": settings.seed,
+            "--threads": config.trainer.threads,
+        }
+        log = cache / "logs" / f"{finished.name}.log"
+        with torchrun(
+            "trainers.supervised",
+            [str(part) for pair in arguments.items() for part in pair],
+            ranks=config.trainer.ranks,
+            threads=config.trainer.threads,
+            log=log,
+        ) as process:
+            try:
+                code = process.wait()
+            finally:
+                # torchrun passes the signal on to its ranks, which a kill would leave running.
+                process.terminate()
+        if code != 0:
+            tail = "\n".join(log.read_text(errors="replace").splitlines()[-30:])
+            raise WarmStartFailed(
+                f"The supervised warm start ended with code {code}; its log is {log}. The log "
+                f"ends:\n{tail}"
+            )
+        shutil.move(made, finished)
+    return finished
