@@ -1,0 +1,77 @@
+"""Run by torchrun: three optimizer steps on fixed data, and what came of them.
+
+    rank_worker.py POLICY OUT [CHECKPOINT]
+
+Writes the gradient of the first step, the masters after the last and a checkpoint to OUT. With
+CHECKPOINT it starts from there instead of the policy's weights.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+from trainers import checkpoint, ranks
+from trainers.losses import ClipRange
+from trainers.optimizer import AdamWSettings, MasterAdamW
+from trainers.packing import TrainingSequence
+from trainers.policy import Policy
+from trainers.scoring import forward
+from trainers.update import Objective, TokenData, accumulate_gradients
+
+SETTINGS = AdamWSettings(
+    beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.01, max_gradient_norm=1.0
+)
+TOKEN_BUDGET = 40
+
+
+def data():
+    """21 sequences of two turns each; per-token values of their action tokens."""
+    generator = torch.Generator().manual_seed(11)
+    sequences = []
+    for _ in range(21):
+        length = int(torch.randint(8, 24, (), generator=generator))
+        mask = torch.zeros(length, dtype=torch.bool)
+        mask[3:5] = mask[7:] = True
+        ids = torch.randint(0, 32, (length,), generator=generator)
+        sequences.append(TrainingSequence(ids, mask))
+    count = sum(int(sequence.action_mask.sum()) for sequence in sequences)
+    advantages = torch.randn(count, generator=generator)
+    weights = torch.rand(count, generator=generator) * 2
+    return sequences, advantages, weights
+
+
+def main() -> None:
+    policy_folder, out = Path(sys.argv[1]), Path(sys.argv[2])
+    device = ranks.start(num_threads=1)
+    policy = Policy(policy_folder, torch.float32, device)
+    optimizer = MasterAdamW(policy, SETTINGS)
+    if len(sys.argv) > 3:
+        checkpoint.load(Path(sys.argv[3]), optimizer)
+    else:
+        optimizer.load(load_file(policy_folder / "model.safetensors").items(), "policy")
+    sequences, advantages, weights = data()
+    temperatures = torch.full_like(advantages, 0.8)
+    old, entropies = forward(policy, sequences, temperatures, TOKEN_BUDGET)
+    tokens = TokenData(old, advantages, weights, torch.ones_like(weights).bool(), temperatures)
+    objective = Objective("ppo_clip", ClipRange(0.2, 0.2))
+    kept = {"old": old, "entropies": entropies}
+    for step in range(3):
+        report = accumulate_gradients(policy, sequences, tokens, objective, TOKEN_BUDGET)
+        kept[f"loss.{step}"] = torch.tensor(report.loss)
+        if step == 0:
+            for name, parameter in policy.parameters.items():
+                kept[f"gradient.{name}"] = parameter.grad.full_tensor().clone()
+        kept[f"norm.{step}"] = torch.tensor(optimizer.step(1e-3))
+    for name, value in optimizer.sharded_state().items():
+        kept[name] = value.full_tensor().clone()
+    checkpoint.save(out / "checkpoint", optimizer, batch=1)
+    if dist.get_rank() == 0:
+        save_file(kept, out / "kept.safetensors")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

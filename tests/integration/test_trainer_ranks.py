@@ -1,0 +1,75 @@
+"""One rank and two ranks compute the same update, and read each other's checkpoints."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from trainer_world import ROOT, write_policy
+
+from trainers.checkpoint import read_masters
+
+
+def _work(num_ranks: int, policy: Path, out: Path, *start: Path) -> dict[str, torch.Tensor]:
+    out.mkdir()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(num_ranks), str(Path(__file__).with_name("rank_worker.py"))]
+    subprocess.run(
+        [*command, str(policy), str(out), *map(str, start)],
+        check=True,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+    )
+    return load_file(out / "kept.safetensors")
+
+
+@pytest.fixture(scope="module")
+def worked(tmp_path_factory):
+    root = tmp_path_factory.mktemp("ranks")
+    policy = write_policy(root / "policy")
+    return root, policy, _work(1, policy, root / "one"), _work(2, policy, root / "two")
+
+
+def _largest_difference(one, two, prefix):
+    names = [name for name in one if name.startswith(prefix)]
+    assert names
+    return max(((one[n] - two[n]).norm() / one[n].norm()).item() for n in names)
+
+
+def test_gradients_agree(worked):
+    _, _, one, two = worked
+    assert one.keys() == two.keys()
+    assert _largest_difference(one, two, "gradient.") <= 1e-5
+    assert _largest_difference(one, two, "norm.") <= 1e-5
+    assert _largest_difference(one, two, "old") <= 1e-6
+
+
+def test_parameters_agree_after_three_steps(worked):
+    _, _, one, two = worked
+    assert _largest_difference(one, two, "master.") <= 1e-4
+
+
+def test_a_checkpoint_of_two_ranks_is_whole_for_readers_without_ranks(worked):
+    root, _, _, two = worked
+    shards = list((root / "two" / "checkpoint").glob("*.safetensors"))
+    assert len(shards) == 2
+    masters = dict(read_masters(root / "two" / "checkpoint"))
+    for name, master in masters.items():
+        assert torch.equal(master, two[f"master.{name}"]), name
+
+
+def test_checkpoints_reshard_in_both_directions(worked):
+    root, policy, _, _ = worked
+    from_two = root / "two" / "checkpoint"
+    one = _work(1, policy, root / "one-from-two", from_two)
+    two = _work(2, policy, root / "two-from-two", from_two)
+    assert _largest_difference(one, two, "gradient.") <= 1e-5
+    assert _largest_difference(one, two, "master.") <= 1e-4
+    from_one = root / "one-from-two" / "checkpoint"
+    again = _work(2, policy, root / "two-from-one", from_one)
+    straight = _work(1, policy, root / "one-from-one", from_one)
+    assert _largest_difference(again, straight, "exp_avg") <= 1e-3
+    assert _largest_difference(again, straight, "master.") <= 1e-4

@@ -1,0 +1,1 @@
+"""What runs under `torchrun`: objectives, packing, the sharded policy, checkpoints and the job."""

@@ -1,0 +1,199 @@
+"""The trainer job of one cycle: admitted batches in, scores, checkpoints and steps out.
+
+    python -m torch.distributed.run --standalone --nproc-per-node R -m trainers.job \\
+        --lake URI --run-id ID --cycle N --lease L --until-batch B
+
+The lake is its only channel: it follows the ledger, which it never writes, and its standard input
+must be a pipe of the controller, whose end ends the job. It runs from the last trained checkpoint
+to batch B or the cycle's close. No backward pass starts before the batch's `batch_accepted` row,
+and the `steps` rows that tell the controller a batch is trained come after its checkpoint is
+durable. Given the same checkpoint, batch, ranks and threads it produces the same bits.
+
+Exit codes of a rank: 0 done, 1 failed, 3 the controller is gone, 4 another lease was taken.
+"""
+
+import argparse
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import torch
+import torch.distributed as dist
+
+from schemas.config import RunConfig
+from tasks.lake import Entry, Lake, Ledger, read_batch
+from tasks.weights.anchors import read_anchor
+from trainers import checkpoint, ranks
+from trainers.following import Follower
+from trainers.optimizer import AdamWSettings, MasterAdamW
+from trainers.policy import Policy
+from trainers.scoring import Scores, correct, score, scores_from_table, scores_table
+from trainers.sequences import TrainingBatch, training_batch
+from trainers.steps import finished_rows, train_batch
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Job:
+    """One rank's part in the training of one run during one cycle."""
+
+    config: RunConfig
+    lake: Lake
+    follower: Follower
+    policy: Policy
+    optimizer: MasterAdamW
+
+    def run(self, batch: int, until_batch: int) -> None:
+        """Trains batches from `batch` on; returns at `until_batch` or when the cycle is closed."""
+        while batch <= until_batch:
+            waited = time.monotonic()
+            found = self.follower.next_admission(batch)
+            if found is None:
+                log.info("cycle %d is closed", self.follower.cycle)
+                return
+            admission, accepted = found
+            if self._train(admission, accepted, stall_s=time.monotonic() - waited):
+                batch += 1
+
+    def _train(self, admission: int, accepted: Entry | None, stall_s: float) -> bool:
+        """Scores an admission, waits for gate 2 and trains it; False if it was not accepted."""
+        batch = training_batch(read_batch(self.lake, self.config.run.run_id, admission))
+        score_s = 0.0
+        if accepted:
+            scores = self._read_scores(batch, accepted)
+        else:
+            started = time.monotonic()
+            scores = self._score(batch)
+            score_s = time.monotonic() - started
+            if not self.follower.is_accepted(batch.batch, admission):
+                log.warning("batch %d (admission %d) was not accepted", batch.batch, admission)
+                return False
+            stall_s += time.monotonic() - started - score_s
+        trainer = self.config.trainer
+        correction = correct(batch, scores, trainer.correction, trainer.w_cap)
+        rows = train_batch(self.policy, self.optimizer, batch, scores, correction, self.config)
+        rows[0] |= {"stall_s": stall_s, "score_s": score_s}
+        started = time.monotonic()
+        path = checkpoint.relative_path(batch.batch, self.follower.lease)
+        folder = run_folder(self.config)
+        checkpoint.save(folder / path, self.optimizer, batch.batch)
+        if dist.get_rank() == 0:
+            self._append("steps", finished_rows(rows, folder, path, started))
+            log.info("batch %d is trained; checkpoint %s", batch.batch, path)
+        return True
+
+    def _score(self, batch: TrainingBatch) -> Scores:
+        trainer = self.config.trainer
+        scores = score(
+            self.policy,
+            batch,
+            token_budget=trainer.token_budget,
+            audit_fraction=trainer.audit_fraction,
+            seed=self.config.run.seed,
+            read_version=lambda version: read_anchor(
+                publication(self.config, self.follower.ledger, version)
+            ).items(),
+        )
+        if dist.get_rank() == 0:
+            correction = correct(batch, scores, trainer.correction, trainer.w_cap)
+            self._append("scores", scores_table(batch, scores, correction))
+        return scores
+
+    def _read_scores(self, batch: TrainingBatch, accepted: Entry) -> Scores:
+        """The scores that gate 2 accepted before this job started."""
+        rows = self.lake.read(
+            "scores",
+            run_id=self.config.run.run_id,
+            where="admission = ?",
+            params=[batch.admission],
+            write_ids=accepted.write_ids,
+        )
+        return scores_from_table(batch, rows)
+
+    def _append(self, table: str, rows: pa.Table) -> None:
+        self.lake.append(
+            table,
+            rows,
+            run_id=self.config.run.run_id,
+            cycle=self.follower.cycle,
+            lease=self.follower.lease,
+        )
+
+
+def run_folder(config: RunConfig) -> Path:
+    """Where the run's weights and checkpoints live."""
+    return Path(config.run.store) / config.run.run_id
+
+
+def publication(config: RunConfig, ledger: Ledger, version: int) -> Path:
+    """The folder of a published version. Raises `ValueError` where the ledger names none."""
+    entry = ledger.last("version_published", version=version)
+    if entry is None:
+        raise ValueError(
+            f"the ledger of run {config.run.run_id} has no published version {version}; run the "
+            "cycle again, which publishes it from its checkpoint."
+        )
+    return run_folder(config) / entry.details["uri"]
+
+
+def open_job(arguments: argparse.Namespace) -> tuple[Job, int]:
+    """The job at the last trained batch, and that batch's number (0 before one)."""
+    lake = Lake.open(arguments.lake)
+    ledger = lake.ledger(arguments.run_id)
+    created = ledger.last("run_created")
+    if created is None:
+        raise ValueError(
+            f"{arguments.lake} has no run {arguments.run_id}; `rollhouse run RUN.toml` opens one."
+        )
+    config = RunConfig.model_validate(created.details["config"])
+    trainer = config.trainer
+    device = ranks.start(trainer.threads)
+    initial = publication(config, ledger, 0)
+    policy = Policy(initial, getattr(torch, trainer.compute_dtype), device)
+    settings = AdamWSettings(
+        beta1=trainer.beta1,
+        beta2=trainer.beta2,
+        epsilon=trainer.epsilon,
+        weight_decay=trainer.weight_decay,
+        max_gradient_norm=trainer.max_gradient_norm,
+    )
+    optimizer = MasterAdamW(policy, settings)
+    trained = ledger.last("batch_trained")
+    batch = 0
+    if trained is None:
+        optimizer.load(read_anchor(initial).items(), str(initial))
+    else:
+        assert trained.checkpoint is not None
+        batch = checkpoint.load(run_folder(config) / trained.checkpoint, optimizer)
+        assert batch == trained.batch, f"{trained.checkpoint} holds batch {batch}"
+    follower = Follower(ledger, arguments.cycle, arguments.lease)
+    return Job(config, lake, follower, policy, optimizer), batch
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="trainers.job", description=__doc__)
+    for name in ("lake", "run-id"):
+        parser.add_argument(f"--{name}", required=True)
+    for name in ("cycle", "lease", "until-batch"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    arguments = parse()
+    ranks.die_with_controller()
+    try:
+        job, batch = open_job(arguments)
+        log.info("batch %d is the last trained; going to batch %d", batch, arguments.until_batch)
+        job.run(batch + 1, arguments.until_batch)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

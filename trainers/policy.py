@@ -1,0 +1,129 @@
+"""The policy a trainer computes with: a transformers model under FSDP2 whose parameters always hold
+published values.
+
+FP32 masters live in the optimizer and only accumulate (`trainers.optimizer`). What every forward
+pass reads is their rounding to bf16, the very values that engines serve, so that old
+log-probabilities differ from rollout ones by arithmetic alone and never by rounding of weights.
+Computing in float32 keeps those rounded values in float32 parameters; computing in bfloat16 casts
+them, exactly, in FSDP2's mixed precision, with gradients reduced in float32.
+
+Shapes: T = tokens of a microbatch, K = its action tokens, V = vocabulary.
+"""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from trainers.packing import Microbatch
+
+
+def build_model(folder: Path, device: torch.device) -> PreTrainedModel:
+    """The architecture of a Hugging Face folder, in float32, weights not loaded."""
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} has no config.json; give a Hugging Face model folder.")
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    with device:
+        model = AutoModelForCausalLM.from_config(
+            config, attn_implementation="sdpa", dtype=torch.float32
+        )
+    return model.eval()
+
+
+def shard(model: PreTrainedModel, compute_dtype: torch.dtype, device: torch.device) -> None:
+    """Applies FSDP2 to each decoder layer, then to the root, over all ranks.
+
+    Gradients are summed over ranks and not averaged: losses are already divided by the loss tokens
+    of the whole minibatch.
+    """
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy()
+    if compute_dtype != torch.float32:
+        policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    layer_names = set(model._no_split_modules or ())
+    layers = [module for module in model.modules() if type(module).__name__ in layer_names]
+    for module in [*layers, model]:
+        sharded = fully_shard(module, mesh=mesh, mp_policy=policy)
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)
+
+
+class Policy:
+    """A sharded causal LM. Parameters are addressed by their safetensors names; tied ones once."""
+
+    def __init__(self, folder: Path, compute_dtype: torch.dtype, device: torch.device):
+        self.model = build_model(folder, device)
+        shard(self.model, compute_dtype, device)
+        self.device = device
+        self.parameters: dict[str, DTensor] = cast(
+            "dict[str, DTensor]", dict(self.model.named_parameters())
+        )
+
+    def check_names(self, names: Iterable[str], source: str) -> None:
+        """Raises `ValueError` unless `names` are the parameters of this architecture."""
+        given, expected = set(names), set(self.parameters)
+        for difference, what in ((expected - given, "lacks"), (given - expected, "has unknown")):
+            if difference:
+                raise ValueError(
+                    f"{source} {what} {len(difference)} tensors of the model, the first of them "
+                    f"{min(difference)}; its config.json and weights must belong together."
+                )
+
+    def local(self, name: str, values: Tensor) -> Tensor:
+        """This rank's part of the whole tensor `values` for parameter `name`."""
+        parameter = self.parameters[name]
+        if values.shape != parameter.shape:
+            raise ValueError(
+                f"{name} has shape {list(values.shape)} and the model wants "
+                f"{list(parameter.shape)}; its config.json and weights must belong together."
+            )
+        return distribute_tensor(
+            values.to(self.device), parameter.device_mesh, parameter.placements, src_data_rank=None
+        ).to_local()
+
+    @torch.no_grad()
+    def set_local_values(self, values: Iterable[tuple[str, Tensor]]) -> None:
+        """Writes this rank's parts, rounded to bf16, into the parameters."""
+        # A forward pass without a backward leaves the root unsharded, and the next one would then
+        # read the values from before.
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        for name, value in values:
+            self.parameters[name].to_local().copy_(value.to(torch.bfloat16))
+
+    def local_values(self) -> Iterator[tuple[str, Tensor]]:
+        """This rank's parts of what the parameters hold, as bf16 copies."""
+        for name, parameter in self.parameters.items():
+            yield name, parameter.to_local().detach().to(torch.bfloat16)
+
+    def logits(self, microbatch: Microbatch, temperatures: Tensor) -> Tensor:
+        """Logits over the temperature where an action token is predicted, [K, V] float32.
+
+        `temperatures` [K]: those the tokens were sampled at.
+        """
+        output = self.model(
+            input_ids=microbatch.input_ids.to(self.device),
+            position_ids=microbatch.position_ids.to(self.device),
+            attention_mask=microbatch.attention_mask().to(self.device),
+            logits_to_keep=microbatch.logit_index.to(self.device),
+            use_cache=False,
+        )
+        return output.logits[0].float() / temperatures.to(self.device)[:, None]
+
+    def logprobs(self, microbatch: Microbatch, temperatures: Tensor) -> Tensor:
+        """Log-probability of each action token at its temperature, [K] float32."""
+        return select(self.logits(microbatch, temperatures).log_softmax(-1), microbatch)
+
+
+def select(log_softmax: Tensor, microbatch: Microbatch) -> Tensor:
+    """The entry of each target token: [K, V] to [K]."""
+    targets = microbatch.target_ids.to(log_softmax.device)
+    return log_softmax.gather(-1, targets[:, None])[:, 0]

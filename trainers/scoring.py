@@ -1,0 +1,168 @@
+"""Old log-probabilities, entropies and correction weights of a batch, before any gradient.
+
+pi_old is version b - 1 at the sampling temperature, computed by the trainer's own forward pass.
+Gate 2 compares it with what the engine reported. On a seeded sample of trajectories the tokens are
+also scored under the version that sampled them, which separates what the engine got wrong from how
+far the policy has moved; it costs one load of the weights per stale version in the sample.
+
+Shapes: N = action tokens of the batch.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from schemas.tables import TABLES
+from trainers.corrections import CORRECTIONS, Correction
+from trainers.packing import TrainingSequence, assign, empty_microbatch, pack
+from trainers.policy import Policy, select
+from trainers.sequences import TrainingBatch
+
+Weights = Iterable[tuple[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Per action token, float32 on the CPU: `old_logprobs`, `entropies` [N] in nats;
+    `own_logprobs` [N], NaN where not recomputed, and `own_known` [N] bool where it was."""
+
+    old_logprobs: Tensor
+    entropies: Tensor
+    own_logprobs: Tensor
+    own_known: Tensor
+
+
+@torch.no_grad()
+def forward(
+    policy: Policy, sequences: Sequence[TrainingSequence], temperatures: Tensor, token_budget: int
+) -> tuple[Tensor, Tensor]:
+    """Log-probability and entropy of every action token of `sequences`, on every rank.
+
+    `temperatures` and both results are over those action tokens, in order.
+    """
+    results = torch.zeros(2, len(temperatures))
+    share = assign(pack(sequences, token_budget), dist.get_world_size())[dist.get_rank()]
+    for microbatch in share:
+        microbatch = microbatch or empty_microbatch()
+        index = microbatch.action_index
+        log_softmax = policy.logits(microbatch, temperatures[index]).log_softmax(-1)
+        results[0, index] = select(log_softmax, microbatch).cpu()
+        results[1, index] = -(log_softmax.exp() * log_softmax).sum(-1).cpu()
+    # Each token is computed on one rank and zero on the others, so the sum is exact.
+    dist.all_reduce(results)
+    return results[0], results[1]
+
+
+def score(
+    policy: Policy,
+    batch: TrainingBatch,
+    *,
+    token_budget: int,
+    audit_fraction: float,
+    seed: int,
+    read_version: Callable[[int], Weights],
+) -> Scores:
+    """Scores a batch under version batch - 1, which `policy` holds on entry and on return.
+
+    `read_version(v)` gives the whole published tensors of version v.
+    """
+    old, entropies = forward(policy, batch.sequences, batch.temperatures, token_budget)
+    version, own_known = _audited(batch, audit_fraction, seed)
+    own = torch.full_like(old, torch.nan)
+    own[own_known] = old[own_known]
+    stale = sorted(set(version[own_known].tolist()) - {batch.batch - 1})
+    current = list(policy.local_values()) if stale else []
+    for v in stale:
+        policy.set_local_values((n, policy.local(n, t)) for n, t in read_version(v))
+        at_version = own_known & (version == v)
+        chosen = torch.unique(batch.action_sequence[at_version]).tolist()
+        tokens = torch.isin(batch.action_sequence, torch.tensor(chosen))
+        logprobs, _ = forward(
+            policy, [batch.sequences[i] for i in chosen], batch.temperatures[tokens], token_budget
+        )
+        all_logprobs = torch.full_like(old, torch.nan)
+        all_logprobs[tokens] = logprobs
+        own[at_version] = all_logprobs[at_version]
+    if stale:
+        policy.set_local_values(current)
+    return Scores(old, entropies, own, own_known)
+
+
+def _audited(batch: TrainingBatch, fraction: float, seed: int) -> tuple[Tensor, Tensor]:
+    """Weight version and membership of the audit sample of each action token, both [N].
+
+    Tokens that attended to a cache older than their own version are left out: no single version
+    reproduces them.
+    """
+    digest = hashlib.sha256(f"audit/{seed}/{batch.batch}".encode()).digest()
+    draws = np.random.default_rng(list(digest)).random(len(batch.trajectory_ids))
+    segments = batch.segments
+    own_cache = segments.kv_version_min == segments.weight_version
+    chosen = (draws < fraction)[segments.trajectory] & own_cache
+    return segments.per_token(segments.weight_version), segments.per_token(chosen)
+
+
+def correct(batch: TrainingBatch, scores: Scores, name: str, w_cap: float) -> Correction:
+    """Correction weights and mask of each action token, [N]."""
+    delta = scores.old_logprobs - batch.rollout_logprobs
+    return CORRECTIONS[name](delta, batch.action_sequence, w_cap)
+
+
+def scores_table(batch: TrainingBatch, scores: Scores, correction: Correction) -> pa.Table:
+    """Rows of the `scores` table, one an action segment."""
+    segments = batch.segments
+    offsets = pa.array(segments.starts, pa.int32())
+    count = len(segments.trajectory)
+
+    def lists(values: Tensor, null: np.ndarray | None = None) -> pa.Array:
+        mask = None if null is None else pa.array(null)
+        return pa.ListArray.from_arrays(offsets, pa.array(values.numpy()), mask=mask)
+
+    unknown = ~scores.own_known.numpy()[segments.starts[:-1]]
+    schema = TABLES["scores"].own_schema
+    columns = {
+        "admission": np.full(count, batch.admission),
+        "batch": np.full(count, batch.batch),
+        "trajectory_id": [batch.trajectory_ids[t] for t in segments.trajectory],
+        "sequence_index": segments.sequence_index,
+        "segment_index": segments.segment_index,
+        "old_logprobs": lists(scores.old_logprobs),
+        "own_version_logprobs": lists(scores.own_logprobs, unknown),
+        "entropies": lists(scores.entropies),
+        "correction_weights": lists(correction.weights),
+        "included": lists(correction.included),
+    }
+    return pa.table([pa.array(columns[n]) for n in schema.names], schema.names).cast(schema)
+
+
+def scores_from_table(batch: TrainingBatch, rows: pa.Table) -> Scores:
+    """What a resumed job reads instead of scoring again: old log-probabilities and entropies.
+
+    `rows` are those of one admission, in the table's order. Raises `ValueError` where they are not
+    the batch's action segments.
+    """
+    expected = pa.table(
+        {
+            "trajectory_id": [batch.trajectory_ids[t] for t in batch.segments.trajectory],
+            "sequence_index": pa.array(batch.segments.sequence_index, pa.int16()),
+            "segment_index": pa.array(batch.segments.segment_index, pa.int32()),
+        }
+    )
+    old, entropies = (
+        torch.from_numpy(np.array(rows.column(name).combine_chunks().flatten(), np.float32))
+        for name in ("old_logprobs", "entropies")
+    )
+    keys = rows.select(expected.column_names).to_pydict()
+    if keys != expected.to_pydict() or len(old) != batch.num_actions:
+        raise ValueError(
+            f"the accepted scores of batch {batch.batch} (admission {batch.admission}) are not "
+            "those of its action segments; restore the lake from a backup."
+        )
+    unknown = torch.zeros(len(old), dtype=torch.bool)
+    return Scores(old, entropies, torch.full_like(old, torch.nan), unknown)

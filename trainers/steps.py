@@ -1,0 +1,158 @@
+"""The M optimizer steps of a batch and their rows in the `steps` table.
+
+pi_old is fixed at the batch's start: scores and advantages are computed once and every minibatch
+reads its slice of them.
+"""
+
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import torch
+import torch.distributed as dist
+
+from schemas.config import RunConfig
+from schemas.tables import TABLES
+from tasks.weights.hashing import root_hash_of_stream
+from trainers import checkpoint
+from trainers.advantages import ADVANTAGES, permuted_rewards
+from trainers.corrections import Correction
+from trainers.losses import ClipRange
+from trainers.optimizer import MasterAdamW
+from trainers.policy import Policy
+from trainers.scoring import Scores
+from trainers.sequences import Minibatch, TrainingBatch, lag_steps, minibatches
+from trainers.update import GradientReport, Objective, TokenData, accumulate_gradients
+
+Row = dict[str, Any]
+
+
+def token_data(
+    batch: TrainingBatch, scores: Scores, correction: Correction, config: RunConfig
+) -> TokenData:
+    """What the surrogate reads of each action token of the batch, [N]."""
+    rewards = batch.rewards
+    if config.trainer.reward_control == "permuted":
+        rewards = permuted_rewards(rewards, config.run.seed, batch.batch)
+    advantages = ADVANTAGES[config.trainer.advantage](rewards, batch.group_ids).float()
+    return TokenData(
+        old_logprobs=scores.old_logprobs,
+        advantages=advantages[batch.action_trajectory],
+        weights=correction.weights,
+        included=correction.included,
+        temperatures=batch.temperatures,
+    )
+
+
+def train_batch(
+    policy: Policy,
+    optimizer: MasterAdamW,
+    batch: TrainingBatch,
+    scores: Scores,
+    correction: Correction,
+    config: RunConfig,
+) -> list[Row]:
+    """Takes the batch's optimizer steps on every rank; one row of `steps` each, times and
+    checkpoint still open."""
+    trainer = config.trainer
+    data = token_data(batch, scores, correction, config)
+    objective = Objective(trainer.loss, ClipRange(trainer.clip_low, trainer.clip_high))
+    rows = []
+    for minibatch in minibatches(batch, config.batch.minibatches):
+        started = time.monotonic()
+        actions = minibatch.actions
+        report = accumulate_gradients(
+            policy,
+            batch.sequences[minibatch.sequences],
+            TokenData(**{name: values[actions] for name, values in vars(data).items()}),
+            objective,
+            trainer.token_budget,
+        )
+        norm = optimizer.step(trainer.learning_rate)
+        row = _row(batch, minibatch, scores, report, config)
+        rows.append(
+            row
+            | {
+                "step": optimizer.num_steps,
+                "gradient_norm": norm,
+                "train_s": time.monotonic() - started,
+                "hardware": _hardware(policy.device),
+                "finished_at": datetime.now(UTC),
+            }
+        )
+    return rows
+
+
+def _row(
+    batch: TrainingBatch,
+    minibatch: Minibatch,
+    scores: Scores,
+    report: GradientReport,
+    config: RunConfig,
+) -> Row:
+    trainer, actions = config.trainer, minibatch.actions
+    delta = (scores.old_logprobs - batch.rollout_logprobs)[actions]
+    versions = batch.segments.per_token(batch.segments.weight_version)[actions]
+    lags = lag_steps(versions, batch.batch, minibatch.number, config.batch.minibatches)
+    return {
+        "batch": batch.batch,
+        "admission": batch.admission,
+        "minibatch": minibatch.number,
+        "max_w": float(delta.max().double().exp()),
+        "mean_lag_steps": float(lags.double().mean()),
+        "stall_s": 0.0,
+        "mfu": None,
+        "reward_mean": float(batch.rewards[minibatch.trajectories].mean()),
+        "entropy_mean": float(scores.entropies[actions].double().mean()),
+        "learning_rate": trainer.learning_rate,
+        "loss": report.loss,
+        "metrics": list(_metrics(batch, minibatch, report).items()),
+        "num_trajectories": minibatch.trajectories.stop - minibatch.trajectories.start,
+        "num_sequences": minibatch.sequences.stop - minibatch.sequences.start,
+        "num_tokens": report.num_tokens,
+        "num_action_tokens": actions.stop - actions.start,
+        "score_s": 0.0,
+        "checkpoint_s": 0.0,
+        "num_ranks": dist.get_world_size(),
+        "compute_dtype": trainer.compute_dtype,
+        "loss_name": trainer.loss,
+        "correction": trainer.correction,
+        "checkpoint": None,
+        "root_hash": None,
+    }
+
+
+def _metrics(
+    batch: TrainingBatch, minibatch: Minibatch, report: GradientReport
+) -> dict[str, float]:
+    rewards = batch.rewards[minibatch.trajectories]
+    _, group = torch.unique(batch.group_ids[minibatch.trajectories], return_inverse=True)
+    constant = [bool((rewards[group == g] == rewards[group == g][0]).all()) for g in group.unique()]
+    return {
+        "update/clip_frac": report.clip_frac,
+        "update/kl_k3": report.update_kl,
+        "reward/zero_variance_group_frac": sum(constant) / len(constant),
+    }
+
+
+def _hardware(device: torch.device) -> str:
+    count = dist.get_world_size()
+    if device.type == "cuda":
+        return f"{count} x {torch.cuda.get_device_name(device)}"
+    return f"{count * torch.get_num_threads()} CPU threads"
+
+
+def finished_rows(rows: list[Row], folder: Path, path: str, saving_since: float) -> pa.Table:
+    """The rows as a table, the last one naming the durable checkpoint and what it publishes.
+
+    `saving_since`: when the checkpoint was begun, on the monotonic clock.
+    """
+    root_hash = root_hash_of_stream(checkpoint.published_values(folder / path))
+    rows[-1] |= {
+        "checkpoint": path,
+        "root_hash": root_hash,
+        "checkpoint_s": time.monotonic() - saving_since,
+    }
+    return pa.Table.from_pylist(rows, schema=TABLES["steps"].own_schema)
