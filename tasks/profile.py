@@ -1,0 +1,141 @@
+"""Profiles: what each gate's one DuckDB scan counts, one column a rule.
+
+The rules are in `schemas.expectations`; this module turns them into two queries a gate, one row a
+trajectory and one row for the window, so that Great Expectations never sees a token.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import duckdb
+import pyarrow as pa
+
+from schemas.expectations import RULES, Rule
+
+Limits = Mapping[str, float | int | str]
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Counters of one gate. `by_trajectory` is None where no rule is judged per trajectory."""
+
+    by_trajectory: pa.Table | None
+    window: pa.Table
+
+
+def _connect(limits: Limits, **tables: pa.Table) -> duckdb.DuckDBPyConnection:
+    connection = duckdb.connect()
+    for name, table in {**tables, "limits": pa.Table.from_pylist([dict(limits)])}.items():
+        connection.register(name, table)
+    return connection
+
+
+def _counters(rules: Iterable[Rule], level: str, template: str) -> str:
+    return ",\n".join(
+        template.format(rule.counter, rule.id) for rule in rules if rule.level == level
+    )
+
+
+def _window(connection: duckdb.DuckDBPyConnection, rules: Iterable[Rule], rows: str) -> pa.Table:
+    counters = _counters(rules, "window", "({})::DOUBLE AS {}")
+    return connection.sql(
+        f"SELECT (SELECT count(*) FROM {rows}) AS num_rows, {counters} FROM limits"
+    ).to_arrow_table()
+
+
+def profile_rollouts(
+    trajectories: pa.Table,
+    segments: pa.Table,
+    requests: pa.Table,
+    recorded: pa.Table,
+    limits: Limits,
+) -> Profile:
+    """Gate 1's counters.
+
+    `recorded` has the column `trajectory_id`: all that the ledger already names. `limits` holds
+    the bounds that the rules reach as `limits.<name>`.
+    """
+    rules = RULES[1]
+    connection = _connect(
+        limits,
+        trajectories=trajectories,
+        segments=segments,
+        requests=requests,
+        recorded=recorded,
+    )
+    by_segment = _counters(rules, "segment", "sum(coalesce(({})::BIGINT, 0)) AS {}")
+    summed = _counters(rules, "segment", "coalesce(c.{1}, 0)::DOUBLE AS {1}")
+    by_trajectory = _counters(rules, "trajectory", "coalesce(({})::INTEGER, 0)::DOUBLE AS {}")
+    profile = connection.sql(f"""
+        WITH ordered AS (
+            SELECT *,
+                max(weight_version) OVER earlier AS previous_version,
+                coalesce(sum(len(token_ids)) OVER earlier, 0) AS expected_start
+            FROM segments
+            WINDOW earlier AS (
+                PARTITION BY trajectory_id, sequence_index ORDER BY segment_index
+                ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING)
+        ),
+        counted AS (
+            SELECT s.trajectory_id,
+                sum(len(s.token_ids)) AS segment_tokens,
+                coalesce(sum(len(s.token_ids)) FILTER (s.kind = 'action'), 0)
+                    AS segment_action_tokens,
+                {by_segment}
+            FROM ordered s, limits GROUP BY s.trajectory_id
+        ),
+        described AS (
+            SELECT t.*, c.segment_tokens, c.segment_action_tokens,
+                g.group_samples, g.group_tasks
+            FROM trajectories t
+            LEFT JOIN counted c USING (trajectory_id)
+            LEFT JOIN (
+                SELECT group_id, count(DISTINCT sample_index) AS group_samples,
+                    count(DISTINCT task_id) AS group_tasks
+                FROM trajectories GROUP BY group_id) g USING (group_id)
+        )
+        SELECT t.trajectory_id, t.group_id, {summed}, {by_trajectory}
+        FROM described t LEFT JOIN counted c USING (trajectory_id), limits
+        ORDER BY t.trajectory_id
+    """).to_arrow_table()
+    return Profile(profile, _window(connection, rules, "trajectories"))
+
+
+def profile_scores(segments: pa.Table, scores: pa.Table, limits: Limits) -> Profile:
+    """Gate 2's counters. `segments` are the batch's action segments, `scores` its rows."""
+    connection = _connect(limits, segments=segments, scores=scores)
+    connection.sql("""
+        CREATE TEMP TABLE pairs AS
+        SELECT s.trajectory_id, s.sequence_index, s.segment_index, s.token_ids,
+            s.rollout_logprobs, s.weight_version, s.kv_version_min,
+            any_value(c.old_logprobs) AS old_logprobs,
+            any_value(c.own_version_logprobs) AS own_version_logprobs,
+            any_value(c.entropies) AS entropies,
+            any_value(c.correction_weights) AS correction_weights,
+            any_value(c.included) AS included,
+            count(c.trajectory_id) AS num_scores
+        FROM segments s LEFT JOIN scores c USING (trajectory_id, sequence_index, segment_index)
+        GROUP BY ALL
+    """)
+    connection.sql("""
+        CREATE TEMP TABLE tokens AS
+        WITH numbered AS (
+            SELECT trajectory_id, sequence_index, segment_index, weight_version,
+                unnest(range(len(token_ids))) AS position,
+                rollout_logprobs, old_logprobs, correction_weights,
+                CASE WHEN weight_version = kv_version_min THEN coalesce(own_version_logprobs,
+                    CASE WHEN weight_version = limits.old_version THEN old_logprobs END)
+                END AS own_logprobs
+            FROM pairs, limits
+        )
+        SELECT trajectory_id, weight_version,
+            rollout_logprobs[position + 1]::DOUBLE AS rollout_logprob,
+            old_logprobs[position + 1]::DOUBLE AS old_logprob,
+            correction_weights[position + 1]::DOUBLE AS correction_weight,
+            own_logprobs[position + 1]::DOUBLE AS own_logprob,
+            own_logprobs[position + 2]::DOUBLE AS next_own_logprob,
+            CASE WHEN position > 0 THEN own_logprobs[position] END::DOUBLE
+                AS previous_own_logprob
+        FROM numbered
+    """)
+    return Profile(None, _window(connection, RULES[2], "tokens"))

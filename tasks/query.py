@@ -1,0 +1,127 @@
+"""Questions to a lake: a DuckDB connection with every table and view, and nothing else.
+
+Each table appears as it counts (rows that a ledger names) and, as `<table>_all`, as it lies on
+disk. The connection reads the lake's own directory and no other file, and no network.
+"""
+
+from collections.abc import Iterator
+
+import duckdb
+import pyarrow as pa
+
+from schemas.tables import TABLES
+from schemas.views import view_sources
+from tasks.lake.lake import Lake
+
+
+class QueryRefused(ValueError):
+    """The text is not one read-only query."""
+
+
+def connect(lake: Lake) -> duckdb.DuckDBPyConnection:
+    """A connection over the lake as it is now: tables, `<table>_all` and views."""
+    visible = {
+        write_id for run in lake.run_ids() for write_id in lake.ledger(run).visible_write_ids
+    }
+    connection = _define(visible, {name: lake.files(name) for name in TABLES})
+    connection.sql(f"SET allowed_directories = ['{_quoted(lake.uri)}/']")
+    connection.sql("SET enable_external_access = false")
+    connection.sql("SET lock_configuration = true")
+    return connection
+
+
+def _define(visible: set[str], paths: dict[str, list[str]]) -> duckdb.DuckDBPyConnection:
+    connection = duckdb.connect()
+    connection.sql("SET TimeZone = 'UTC'")
+    connection.register(
+        "recorded_writes", pa.table({"write_id": pa.array(sorted(visible), pa.string())})
+    )
+    for name, table in TABLES.items():
+        _create_table_views(connection, name, table.schema, paths.get(name, []))
+    for name, sql in view_sources().items():
+        connection.sql(f"CREATE VIEW {name} AS {sql}")
+    return connection
+
+
+def _quoted(text: str) -> str:
+    return text.replace("'", "''")
+
+
+def _create_table_views(
+    connection: duckdb.DuckDBPyConnection, name: str, schema: pa.Schema, paths: list[str]
+) -> None:
+    # The empty table of today's schema gives old files their new columns and no files their types.
+    connection.register(f"{name}_schema", schema.empty_table())
+    source = f"SELECT * FROM {name}_schema"
+    if paths:
+        listed = ", ".join(f"'{_quoted(path)}'" for path in paths)
+        source += (
+            f" UNION ALL BY NAME SELECT * FROM read_parquet([{listed}], union_by_name = true,"
+            " hive_partitioning = true, hive_types = {'run_id': VARCHAR, 'cycle': BIGINT})"
+        )
+    connection.sql(f"CREATE VIEW {name}_all AS {source}")
+    # A ledger row names the others; the ledger is visible as a whole.
+    where = "" if name == "ledger" else " SEMI JOIN recorded_writes USING (write_id)"
+    connection.sql(f"CREATE VIEW {name} AS SELECT * FROM {name}_all{where}")
+
+
+def run_query(connection: duckdb.DuckDBPyConnection, sql: str) -> duckdb.DuckDBPyRelation:
+    """The result of one SELECT.
+
+    Raises `QueryRefused` for anything else, and for a query that does not parse or run.
+    """
+    try:
+        statements = connection.extract_statements(sql)
+    except duckdb.Error as error:
+        raise QueryRefused(f"The query does not parse: {error}") from None
+    if len(statements) != 1 or statements[0].type != duckdb.StatementType.SELECT:
+        raise QueryRefused(
+            "Give one SELECT (or FROM ..., SUMMARIZE, DESCRIBE): the lake is read-only here."
+        )
+    try:
+        return connection.sql(sql)
+    except duckdb.Error as error:
+        raise QueryRefused(
+            f"The query cannot run: {error}\n`rollhouse views` and `rollhouse describe TABLE` show "
+            "what there is."
+        ) from None
+
+
+def describe_columns(name: str) -> Iterator[tuple[str, str, str]]:
+    """(column, type, description) of a table or view.
+
+    Raises `ValueError` if there is none of that name.
+    """
+    table = TABLES.get(name.removesuffix("_all"))
+    if table is not None:
+        for column in table.all_columns:
+            yield column.name, str(column.type), column.description
+        return
+    if name not in view_sources():
+        known = ", ".join([*TABLES, *view_sources()])
+        raise ValueError(f"The lake has no table or view {name}; it has {known}.")
+    texts = _view_columns(view_sources()[name])
+    if name == "tokens":
+        texts = _view_columns(view_sources()["tokens_all"])
+    for column, kind, *_ in _define(set(), {}).sql(f"DESCRIBE {name}").fetchall():
+        yield column, kind, texts.get(column) or _table_column(column)
+
+
+def _table_column(name: str) -> str:
+    """The text of a table's column that a view passes on under its own name."""
+    for table in TABLES.values():
+        for column in table.all_columns:
+            if column.name == name:
+                return column.description
+    return ""
+
+
+def _view_columns(sql: str) -> dict[str, str]:
+    """Column texts in a view's header: lines `-- name, name   text`."""
+    texts = {}
+    for line in sql.splitlines():
+        body = line.removeprefix("--").strip()
+        names, gap, text = body.partition("  ")
+        if line.startswith("--") and gap:
+            texts |= {name.strip(): text.strip() for name in names.split(",")}
+    return texts

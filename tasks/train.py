@@ -1,0 +1,140 @@
+"""Launch the trainer job and read what it hands back through the lake.
+
+The job is a `torchrun` of `trainers.job`. It shares nothing with the controller but the lake and
+its standard input, whose end tells it that the controller is gone.
+"""
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from schemas.config import RunConfig
+from tasks.lake.lake import Lake
+from tasks.profile import Limits, profile_scores
+from tasks.validate import Judgement, judge
+
+
+class TrainerFailed(RuntimeError):
+    """The trainer job ended before its work was done."""
+
+
+def torchrun(
+    module: str, arguments: list[str], *, ranks: int, threads: int, log: Path | None
+) -> subprocess.Popen[bytes]:
+    """Starts `python -m module` under torchrun on this machine, with a pipe for its input.
+
+    `threads` are shared by the ranks. Output goes to `log`, or to this process's standard error.
+    """
+    environment = os.environ | {
+        "OMP_NUM_THREADS": str(max(1, threads // ranks)),
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+    }
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+        *("--nproc-per-node", str(ranks), "-m", module, *arguments),
+    ]
+    if log is None:
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=sys.stderr, env=environment)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=output, stderr=output, env=environment
+        )
+
+
+@dataclass
+class TrainerJob:
+    """One trainer job, alive for a whole cycle."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    @classmethod
+    def start(
+        cls, config: RunConfig, lake: Lake, *, cycle: int, lease: int, until_batch: int
+    ) -> "TrainerJob":
+        run_id = config.run.run_id
+        log = run_store(config) / "logs" / f"trainer-{cycle:06d}-{lease:06d}.log"
+        arguments = {
+            "--lake": lake.uri,
+            "--run-id": run_id,
+            "--cycle": cycle,
+            "--lease": lease,
+            "--until-batch": until_batch,
+        }
+        process = torchrun(
+            "trainers.job",
+            [str(part) for pair in arguments.items() for part in pair],
+            ranks=config.trainer.ranks,
+            threads=config.trainer.threads,
+            log=log,
+        )
+        return cls(process, log)
+
+    def check_alive(self) -> None:
+        """Raises `TrainerFailed` with the end of the log if the job has ended."""
+        code = self.process.poll()
+        if code is not None:
+            tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-30:])
+            raise TrainerFailed(
+                f"The trainer job ended with code {code} before the batch was trained; its log is "
+                f"{self.log}. Run the same command again to resume. The log ends:\n{tail}"
+            )
+
+    def stop(self, timeout_s: float) -> None:
+        """Ends the job by closing its standard input, by force after `timeout_s` seconds."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        try:
+            self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.process.terminate()
+            self.process.wait()
+
+
+def run_store(config: RunConfig) -> Path:
+    """Where the run's weights, checkpoints and logs live."""
+    return Path(config.run.store).absolute() / config.run.run_id
+
+
+def written_under_lease(
+    lake: Lake, table: str, run_id: str, lease: int, where: str, value: int
+) -> pa.Table:
+    """Rows that the trainer wrote under this lease, which the ledger does not name yet.
+
+    Rows of an older lease are left out: nothing that a zombie writes counts.
+    """
+    return lake.read(
+        table,
+        run_id=run_id,
+        where=f"{where} = ? AND starts_with(write_id, ?)",
+        params=[value, f"{lease:06d}-"],
+        write_ids="all",
+        predicate=f"{where} = {value}",
+    )
+
+
+def write_ids_of(rows: pa.Table) -> list[str]:
+    return sorted(set(rows.column("write_id").to_pylist()))
+
+
+def judge_scores(
+    segments: pa.Table, scores: pa.Table, config: RunConfig, *, batch: int, admission: int
+) -> Judgement:
+    """Gate 2 over a batch: `segments` as admitted, `scores` as the trainer wrote them."""
+    limits: Limits = {
+        "old_version": batch - 1,
+        "max_lag": config.asynchrony.lag_bound,
+        "logprob_tolerance": config.engine.logprob_tolerance,
+        "off_factor": config.gates.off_factor,
+        "max_share_off": config.gates.max_share_off,
+    }
+    actions = segments.filter(pc.field("kind") == "action")
+    return judge(2, f"admission {admission}", profile_scores(actions, scores, limits), limits)

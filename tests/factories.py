@@ -1,0 +1,130 @@
+"""Rollouts with known answers, as an engine would return them, for tests to judge and to break."""
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import numpy as np
+
+from tasks.rollout import Rollout
+
+VOCAB_SIZE = 100
+STARTED = datetime(2026, 1, 1, tzinfo=UTC)
+
+GATE1_LIMITS = {
+    "published_version": 3,
+    "vocab_size": VOCAB_SIZE,
+    "max_tokens": 16,
+    "temperature": 1.0,
+    "group_size": 4,
+    "num_samples": 1,
+    "reward_min": 0.0,
+    "reward_max": 1.0,
+    "tokenizer_sha256": "t" * 64,
+    "chat_template_sha256": "c" * 64,
+    "engine": "engine-1",
+}
+
+
+def rollout(
+    rng: np.random.Generator, group: int, sample: int, *, version: int = 3, turns: int = 1
+) -> Rollout:
+    """One honest rollout; `turns` > 1 puts observations between its actions."""
+    trajectory_id = f"{group:08d}-{sample:03d}-0"
+    segments: list[dict[str, Any]] = []
+    position = 0
+
+    def add(kind: str, turn: int, length: int) -> None:
+        nonlocal position
+        is_action = kind == "action"
+        segments.append(
+            {
+                "trajectory_id": trajectory_id,
+                "sequence_index": 0,
+                "segment_index": len(segments),
+                "start_position": position,
+                "turn_index": turn,
+                "kind": kind,
+                "weight_version": version if is_action else None,
+                "kv_version_min": version if is_action else None,
+                "token_ids": rng.integers(0, VOCAB_SIZE, length).tolist(),
+                "rollout_logprobs": (-rng.exponential(1.0, length)).astype(np.float32).tolist()
+                if is_action
+                else None,
+            }
+        )
+        position += length
+
+    for turn in range(turns):
+        add("prompt" if turn == 0 else "observation", turn, int(rng.integers(3, 8)))
+        add("action", turn, int(rng.integers(2, 12)))
+    actions = [segment for segment in segments if segment["kind"] == "action"]
+    trajectory = {
+        "trajectory_id": trajectory_id,
+        "group_id": group,
+        "sample_index": sample,
+        "attempt": 0,
+        "task_id": f"task-{group}",
+        "environment": "sums",
+        "split": "train",
+        "parent_trajectory_id": None,
+        "status": "completed",
+        "finish_reason": "stop",
+        "reward": float(rng.integers(0, 2)),
+        "reward_components": [("exact", 1.0)],
+        "num_sequences": 1,
+        "num_turns": turns,
+        "num_tokens": position,
+        "num_action_tokens": sum(len(segment["token_ids"]) for segment in actions),
+        "weight_version_min": version,
+        "weight_version_max": version,
+        "engine_id": "engine",
+        "engine": "engine-1",
+        "sampling": {
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "top_k": 0,
+            "min_p": 0.0,
+            "max_tokens": 16,
+            "seed": group * 1000 + sample,
+        },
+        "logprobs_mode": "processed_logprobs",
+        "renderer": "chat",
+        "chat_template_sha256": "c" * 64,
+        "tokenizer_sha256": "t" * 64,
+        "started_at": STARTED,
+        "finished_at": STARTED + timedelta(seconds=1),
+        "messages": "[]",
+    }
+    requests = [
+        {
+            "trajectory_id": trajectory_id,
+            "turn_index": segment["turn_index"],
+            "part_index": 0,
+            "num_prompt_tokens": segment["start_position"],
+            "num_cached_tokens": 0,
+            "num_output_tokens": len(segment["token_ids"]),
+            "num_drafted_tokens": None,
+            "num_accepted_tokens": None,
+            "finish_reason": "stop",
+            "drift": "clean",
+            "queued_s": 0.0,
+            "prefill_s": 0.1,
+            "decode_s": 0.2,
+            "engine_id": "engine",
+            "cached_version_min": None,
+        }
+        for segment in actions
+    ]
+    return Rollout(trajectory, segments, requests)
+
+
+def window(
+    seed: int = 0, *, groups: int = 4, size: int = 4, first_group: int = 0, **options: Any
+) -> list[Rollout]:
+    """Whole groups of honest rollouts."""
+    rng = np.random.default_rng(seed)
+    return [
+        rollout(rng, group, sample, **options)
+        for group in range(first_group, first_group + groups)
+        for sample in range(size)
+    ]

@@ -1,0 +1,403 @@
+"""Both gates: honest data passes, and each planted fault is caught by the rule that names it."""
+
+import copy
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from schemas.tables import TABLES
+from tasks.profile import profile_rollouts, profile_scores
+from tasks.record import Window, quarantine_of
+from tasks.rollout import Rollout
+from tasks.validate import Judgement, judge
+from tests.factories import GATE1_LIMITS, VOCAB_SIZE, window
+
+
+def recorded(*ids: str) -> pa.Table:
+    return pa.table({"trajectory_id": pa.array(ids, pa.string())})
+
+
+def gate1(rollouts: list[Rollout], known: pa.Table | None = None, **limits: object) -> Judgement:
+    rows = Window.of(rollouts)
+    bounds = {**GATE1_LIMITS, **limits}
+    profile = profile_rollouts(
+        rows.trajectories,
+        rows.segments,
+        rows.requests,
+        recorded() if known is None else known,
+        bounds,
+    )
+    return judge(1, "test", profile, bounds)
+
+
+def failed_rules(judgement: Judgement) -> set[str]:
+    return {result.rule for result in judgement.results if not result.ok}
+
+
+def first_action(rollout: Rollout) -> dict:
+    return next(segment for segment in rollout.segments if segment["kind"] == "action")
+
+
+def test_gate_1_passes_honest_windows():
+    for seed in range(40):
+        judgement = gate1(window(seed, groups=2, turns=1 + seed % 3))
+        assert judgement.ok and not failed_rules(judgement)
+
+
+def shorten_logprobs(r: Rollout) -> None:
+    first_action(r)["rollout_logprobs"].pop()
+
+
+def lose_logprob(r: Rollout) -> None:
+    first_action(r)["rollout_logprobs"][0] = None
+
+
+def nan_logprob(r: Rollout) -> None:
+    first_action(r)["rollout_logprobs"][0] = math.nan
+
+
+def infinite_logprob(r: Rollout) -> None:
+    first_action(r)["rollout_logprobs"][-1] = -math.inf
+
+
+def probability_as_logprob(r: Rollout) -> None:
+    first_action(r)["rollout_logprobs"][0] = 0.3
+
+
+def lose_version(r: Rollout) -> None:
+    first_action(r)["weight_version"] = None
+
+
+def version_ahead(r: Rollout) -> None:
+    first_action(r)["weight_version"] = 4
+
+
+def cache_newer_than_weights(r: Rollout) -> None:
+    first_action(r)["kv_version_min"] = 99
+
+
+def version_falls(r: Rollout) -> None:
+    actions = [segment for segment in r.segments if segment["kind"] == "action"]
+    actions[-1]["weight_version"] = actions[-1]["kv_version_min"] = 1
+
+
+def foreign_token(r: Rollout) -> None:
+    first_action(r)["token_ids"][0] = VOCAB_SIZE
+
+
+def negative_token(r: Rollout) -> None:
+    r.segments[0]["token_ids"][0] = -1
+
+
+def lose_segment(r: Rollout) -> None:
+    del r.segments[1]
+
+
+def observation_with_logprobs(r: Rollout) -> None:
+    r.segments[0]["rollout_logprobs"] = [-1.0] * len(r.segments[0]["token_ids"])
+
+
+def opens_with_action(r: Rollout) -> None:
+    r.segments[0]["kind"] = "observation"
+
+
+def over_cap(r: Rollout) -> None:
+    segment = r.segments[-1]
+    extra = 17 - len(segment["token_ids"])
+    segment["token_ids"] += [1] * extra
+    segment["rollout_logprobs"] += [-1.0] * extra
+    r.trajectory["num_tokens"] += extra
+    r.trajectory["num_action_tokens"] += extra
+
+
+def padding_counted(r: Rollout) -> None:
+    r.trajectory["num_tokens"] += 5
+
+
+def truncated_as_complete(r: Rollout) -> None:
+    r.trajectory["finish_reason"] = "length"
+
+
+def nan_reward(r: Rollout) -> None:
+    r.trajectory["reward"] = math.nan
+
+
+def infinite_reward(r: Rollout) -> None:
+    r.trajectory["reward"] = math.inf
+
+
+def reward_on_other_scale(r: Rollout) -> None:
+    r.trajectory["reward"] = 100.0
+
+
+def failure_as_zero(r: Rollout) -> None:
+    r.trajectory.update(status="failed", finish_reason="scorer: boom", reward=0.0)
+
+
+@pytest.mark.parametrize(
+    ("plant", "rule"),
+    [
+        (shorten_logprobs, "lengths_agree"),
+        (observation_with_logprobs, "lengths_agree"),
+        (lose_logprob, "logprobs_present"),
+        (nan_logprob, "logprobs_present"),
+        (infinite_logprob, "logprobs_present"),
+        (probability_as_logprob, "logprobs_not_positive"),
+        (lose_version, "versions_present"),
+        (version_ahead, "versions_published"),
+        (version_falls, "versions_monotone"),
+        (cache_newer_than_weights, "versions_monotone"),
+        (foreign_token, "ids_in_vocabulary"),
+        (negative_token, "ids_in_vocabulary"),
+        (lose_segment, "token_counts_agree"),
+        (lose_segment, "positions_contiguous"),
+        (opens_with_action, "sequence_opens_with_prompt"),
+        (over_cap, "action_within_cap"),
+        (padding_counted, "token_counts_agree"),
+        (truncated_as_complete, "status_agrees"),
+        (nan_reward, "reward_finite"),
+        (infinite_reward, "reward_finite"),
+        (reward_on_other_scale, "reward_in_range"),
+        (failure_as_zero, "reward_where_due"),
+    ],
+)
+def test_gate_1_quarantines_a_row_fault_with_its_group(plant: Callable[[Rollout], None], rule: str):
+    rollouts = window(groups=4, turns=2)
+    plant(rollouts[5])
+    judgement = gate1(rollouts)
+    assert judgement.ok, judgement.refusals
+    assert rule in failed_rules(judgement)
+    assert {fault.trajectory_id for fault in judgement.faults} == {"00000001-001-0"}
+    rows = quarantine_of(Window.of(rollouts).trajectories, judgement.faults)
+    assert {row["group_id"] for row in rows} == {1}
+    assert {row["trajectory_id"] for row in rows} == {f"00000001-{i:03d}-0" for i in range(4)}
+    assert [row["action"] for row in rows].count("drop") == 3
+
+
+def test_gate_1_quarantines_a_short_group_and_no_other():
+    rollouts = window(groups=4)
+    del rollouts[2]
+    judgement = gate1(rollouts)
+    assert judgement.ok
+    assert failed_rules(judgement) == {"group_whole"}
+    assert {fault.group_id for fault in judgement.faults} == {0}
+
+
+def test_gate_1_quarantines_a_group_of_two_tasks():
+    rollouts = window(groups=4)
+    rollouts[0].trajectory["task_id"] = "another"
+    judgement = gate1(rollouts)
+    assert failed_rules(judgement) == {"group_one_task"}
+
+
+def test_a_failed_rollout_is_no_fault_but_its_group_is_dropped():
+    rollouts = window(groups=2)
+    rollouts[0].trajectory.update(status="failed", finish_reason="scorer: boom", reward=None)
+    judgement = gate1(rollouts)
+    assert judgement.ok and not judgement.faults
+    rows = quarantine_of(Window.of(rollouts).trajectories, judgement.faults)
+    assert [(row["rule"], row["action"]) for row in rows] == [
+        ("failed", "drop"),
+        *[("group", "drop")] * 3,
+    ]
+    assert rows[0]["reason"] == "scorer: boom"
+
+
+def test_gate_1_refuses_the_same_trajectory_twice_in_a_window():
+    rollouts = window()
+    judgement = gate1([*rollouts, copy.deepcopy(rollouts[3])])
+    assert not judgement.ok
+    assert "trajectory_once" in judgement.reason
+
+
+def test_gate_1_refuses_a_trajectory_that_is_recorded_already():
+    judgement = gate1(window(), recorded("00000002-001-0"))
+    assert not judgement.ok
+    assert failed_rules(judgement) == {"trajectory_once"}
+
+
+def test_gate_1_refuses_a_request_recorded_twice():
+    rollouts = window()
+    rollouts[0].requests.append(dict(rollouts[0].requests[0]))
+    assert failed_rules(gate1(rollouts)) == {"request_once"}
+
+
+def test_gate_1_refuses_constant_logprobs():
+    rollouts = window()
+    for rollout in rollouts:
+        for segment in rollout.segments:
+            if segment["kind"] == "action":
+                segment["rollout_logprobs"] = [0.0] * len(segment["token_ids"])
+    judgement = gate1(rollouts)
+    assert "logprobs_not_constant" in judgement.reason
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "rule"),
+    [
+        ("tokenizer_sha256", "x" * 64, "tokenizer_unchanged"),
+        ("chat_template_sha256", "x" * 64, "tokenizer_unchanged"),
+        ("engine", "engine-2", "engine_unchanged"),
+        ("logprobs_mode", "raw_logprobs", "logprobs_processed"),
+    ],
+)
+def test_gate_1_refuses_a_window_made_under_other_conditions(column: str, value: str, rule: str):
+    rollouts = window()
+    rollouts[7].trajectory[column] = value
+    judgement = gate1(rollouts)
+    assert not judgement.ok and failed_rules(judgement) == {rule}
+
+
+def test_gate_1_refuses_parameters_that_were_not_configured():
+    rollouts = window()
+    rollouts[0].trajectory["sampling"]["top_p"] = 0.9
+    assert failed_rules(gate1(rollouts)) == {"sampling_as_configured"}
+
+
+def test_gate_1_refuses_a_window_where_faults_are_the_rule():
+    rollouts = window()
+    for rollout in rollouts[:5]:
+        nan_reward(rollout)
+    judgement = gate1(rollouts)
+    assert not judgement.ok
+    assert "reward_finite" in judgement.reason and "00000000-000-0" in judgement.reason
+
+
+def test_gate_1_refuses_an_empty_window():
+    judgement = gate1([])
+    assert "rows_present" in judgement.reason
+
+
+GATE2_LIMITS = {
+    "old_version": 3,
+    "max_lag": 1,
+    "logprob_tolerance": 0.002,
+    "off_factor": 2.0,
+    "max_share_off": 0.1,
+}
+
+
+def scored(
+    rollouts: list[Rollout], drift: float = 0.0, noise: float = 1e-5
+) -> tuple[pa.Table, list[dict]]:
+    """Action segments and honest scores for them: old = rollout + drift + rounding noise."""
+    rng = np.random.default_rng(9)
+    segments = [s for r in rollouts for s in r.segments if s["kind"] == "action"]
+    rows = []
+    for segment in segments:
+        rollout = np.asarray(segment["rollout_logprobs"])
+        length = len(rollout)
+        own = np.minimum(rollout + rng.normal(0, noise, length), 0)
+        old = np.minimum(own + rng.normal(0, drift, length), 0) if drift else own
+        stale = segment["weight_version"] < GATE2_LIMITS["old_version"]
+        rows.append(
+            {
+                "admission": 7,
+                "batch": 4,
+                "trajectory_id": segment["trajectory_id"],
+                "sequence_index": 0,
+                "segment_index": segment["segment_index"],
+                "old_logprobs": old.tolist(),
+                "own_version_logprobs": own.tolist() if stale else None,
+                "entropies": [1.0] * length,
+                "correction_weights": [1.0] * length,
+                "included": [True] * length,
+            }
+        )
+    table = pa.Table.from_pylist(segments, schema=TABLES["segments"].own_schema)
+    return table, rows
+
+
+def gate2(segments: pa.Table, rows: list[dict], **limits: object) -> Judgement:
+    bounds = {**GATE2_LIMITS, **limits}
+    scores = pa.Table.from_pylist(rows, schema=TABLES["scores"].own_schema)
+    return judge(2, "admission 7", profile_scores(segments, scores, bounds), bounds)
+
+
+def test_gate_2_passes_honest_batches_on_policy_and_stale():
+    for seed in range(20):
+        version = 3 - seed % 2
+        segments, rows = scored(
+            window(seed, groups=8, version=version, turns=2), drift=0.05 * (seed % 2)
+        )
+        judgement = gate2(segments, rows)
+        assert judgement.ok, judgement.reason
+
+
+def test_gate_2_names_a_shift_by_one_position():
+    for direction in (-1, 1):
+        segments, rows = scored(window(groups=8))
+        shifted = [list(np.roll(x, direction)) for x in segments["rollout_logprobs"].to_pylist()]
+        index = segments.schema.get_field_index("rollout_logprobs")
+        segments = segments.set_column(
+            index, segments.schema.field(index), pa.array(shifted, pa.list_(pa.float32()))
+        )
+        judgement = gate2(segments, rows)
+        assert {"logprobs_aligned", "own_version_mismatch"} <= failed_rules(judgement)
+
+
+def softmax_logprobs(logits: np.ndarray, temperature: float) -> np.ndarray:
+    scaled = logits / temperature
+    return scaled - np.log(np.exp(scaled).sum(-1, keepdims=True))
+
+
+def test_gate_2_names_raw_logprobs_at_temperature_0_7():
+    segments, rows = scored(window(groups=8))
+    rng = np.random.default_rng(3)
+    raw = []
+    for row in rows:
+        logits = rng.normal(0, 2, (len(row["old_logprobs"]), VOCAB_SIZE))
+        sampled = softmax_logprobs(logits, 0.7)
+        token = [rng.choice(VOCAB_SIZE, p=np.exp(line)) for line in sampled]
+        row["old_logprobs"] = sampled[range(len(token)), token].tolist()
+        raw.append(softmax_logprobs(logits, 1.0)[range(len(token)), token].tolist())
+    index = segments.schema.get_field_index("rollout_logprobs")
+    segments = segments.set_column(
+        index, segments.schema.field(index), pa.array(raw, pa.list_(pa.float32()))
+    )
+    judgement = gate2(segments, rows)
+    assert {"temperature_applied", "own_version_mismatch"} <= failed_rules(judgement)
+
+
+def test_gate_2_refuses_logprobs_of_other_weights():
+    segments, rows = scored(window(groups=8), noise=0.02)
+    judgement = gate2(segments, rows)
+    assert failed_rules(judgement) == {"own_version_mismatch"}
+    assert "served other weights" in judgement.reason
+
+
+def test_gate_2_refuses_a_stale_batch_and_one_from_the_future():
+    segments, rows = scored(window(groups=8, version=1), drift=0.01)
+    assert failed_rules(gate2(segments, rows)) == {"lag_within_bound"}
+    segments, rows = scored(window(groups=8, version=3))
+    judgement = gate2(segments, rows, old_version=2)
+    assert "lag_not_negative" in failed_rules(judgement)
+
+
+def test_gate_2_refuses_scores_that_are_missing_short_or_doubled():
+    segments, rows = scored(window(groups=8))
+    assert "scores_complete" in failed_rules(gate2(segments, rows[1:]))
+    assert "scores_complete" in failed_rules(gate2(segments, [*rows, rows[0]]))
+    rows[0]["old_logprobs"].pop()
+    assert "scores_complete" in failed_rules(gate2(segments, rows))
+
+
+def test_gate_2_refuses_scores_that_overflowed():
+    segments, rows = scored(window(groups=8))
+    rows[0]["old_logprobs"][0] = math.nan
+    assert "scores_finite" in failed_rules(gate2(segments, rows))
+
+
+def test_gate_2_refuses_a_batch_that_it_could_not_compare():
+    segments, rows = scored(window(groups=8, version=2), drift=0.01)
+    for row in rows:
+        row["own_version_logprobs"] = None
+    assert failed_rules(gate2(segments, rows)) == {"audit_present"}
+
+
+def test_gate_2_refuses_a_policy_that_moved_too_far():
+    segments, rows = scored(window(groups=8, version=2), drift=2.0)
+    assert failed_rules(gate2(segments, rows)) == {"share_off_by_factor"}
