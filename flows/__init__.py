@@ -1,0 +1,1 @@
+"""Composition: the cycle, its Prefect form and the command line. Capabilities live in `tasks`."""

@@ -1,0 +1,269 @@
+"""The `rollhouse` command.
+
+Everything heavy is imported inside the command that needs it, so that `--help` answers at once.
+Exit code 2 is bad input, 1 a run that failed or was refused; either comes with one sentence.
+"""
+
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+app = typer.Typer(
+    help="Rollouts, token by token, in a lake that online RL can be trained and audited from.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+weights = typer.Typer(help="Published weight versions.", no_args_is_help=True)
+app.add_typer(weights, name="weights")
+
+LakeOption = Annotated[
+    str, typer.Option("--lake", envvar="ROLLHOUSE_LAKE", help="Directory of the lake.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")]
+RunOption = Annotated[
+    str | None, typer.Option("--run", help="Run id; needed where the lake has several.")
+]
+
+
+def _emit(document: Any) -> None:
+    typer.echo(json.dumps(document, default=str))
+
+
+def _print_rows(names: list[str], rows: list[tuple[Any, ...]], title: str | None = None) -> None:
+    table = Table(*names, title=title, title_justify="left")
+    for row in rows:
+        table.add_row(*("" if value is None else str(value) for value in row))
+    # A pipe has no width: rows stay on one line each.
+    console = Console(width=None if sys.stdout.isatty() else 240)
+    console.print(table, markup=False)
+
+
+def _pick_run(run_ids: list[str], run_id: str | None, lake: str) -> str:
+    if run_id is not None and run_id not in run_ids:
+        raise ValueError(f"The lake at {lake} has no run {run_id}; it has {', '.join(run_ids)}.")
+    if run_id is None and len(run_ids) != 1:
+        raise ValueError(
+            f"The lake at {lake} has {len(run_ids)} runs ({', '.join(run_ids)}); pick one with "
+            "--run."
+        )
+    return run_id or run_ids[0]
+
+
+@app.command()
+def run(
+    run_file: Annotated[Path, typer.Argument(help="Run TOML, such as infra/runs/demo.toml.")],
+    until_cycle: Annotated[
+        int | None, typer.Option(help="Absolute number of cycles to reach; default: the TOML's.")
+    ] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a TOML key.")
+    ] = None,
+    take_over: Annotated[
+        bool, typer.Option("--take-over", help="Take the lease from a controller that holds it.")
+    ] = False,
+    prefect: Annotated[
+        bool, typer.Option(help="Run each cycle as a Prefect flow run (embedded API).")
+    ] = True,
+    as_json: JsonOption = False,
+) -> None:
+    """Open or resume the run and execute its cycles; after success it does nothing."""
+    from flows.run_file import load_run_file
+
+    config = load_run_file(run_file, set_ or [])
+    if prefect:
+        from flows.prefect_cycle import configure_prefect
+
+        configure_prefect()
+    from flows.display import RunDisplay, print_summary
+    from flows.prefect_cycle import run_as_flow
+    from flows.run import execute_run_sync, run_plain
+    from flows.summary import summarise
+
+    console = Console(stderr=as_json)
+    total = config.run.num_cycles * config.run.batches_per_cycle
+    with RunDisplay(console, total) as display:
+        finished = execute_run_sync(
+            config,
+            str(run_file),
+            until_cycle=until_cycle,
+            take_over=take_over,
+            run_cycle=run_as_flow if prefect else run_plain,
+            report=display,
+        )
+    summary = summarise(finished)
+    if as_json:
+        _emit(summary)
+    else:
+        print_summary(console, summary)
+
+
+@app.command()
+def sql(
+    query: Annotated[str, typer.Argument(help="One SELECT over tables and views.")],
+    lake: LakeOption,
+    as_json: JsonOption = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="CSV on standard output.")] = False,
+) -> None:
+    """Answer a read-only query with DuckDB."""
+    from tasks.lake.lake import Lake
+    from tasks.query import connect, run_query
+
+    relation = run_query(connect(Lake.open(lake)), query)
+    names, rows = relation.columns, relation.fetchall()
+    if as_json:
+        _emit([dict(zip(names, row, strict=True)) for row in rows])
+    elif as_csv:
+        import csv
+
+        writer = csv.writer(sys.stdout)
+        writer.writerow(names)
+        writer.writerows(rows)
+    else:
+        _print_rows(names, rows)
+
+
+@app.command()
+def views(as_json: JsonOption = False) -> None:
+    """List tables and views with what each holds."""
+    from schemas.tables import TABLES
+    from schemas.views import view_sources, view_title
+
+    listed = [(name, "table", table.description) for name, table in TABLES.items()]
+    listed += [(name, "view", view_title(text)) for name, text in view_sources().items()]
+    if as_json:
+        _emit([dict(zip(("name", "kind", "description"), row, strict=True)) for row in listed])
+    else:
+        _print_rows(["name", "kind", "description"], listed)
+
+
+@app.command()
+def describe(
+    table: Annotated[str, typer.Argument(help="Table or view.")], as_json: JsonOption = False
+) -> None:
+    """Show a table's or view's columns with their meaning."""
+    from tasks.query import describe_columns
+
+    columns = list(describe_columns(table))
+    if as_json:
+        _emit([dict(zip(("column", "type", "description"), row, strict=True)) for row in columns])
+    else:
+        _print_rows(["column", "type", "description"], columns)
+
+
+@app.command()
+def trajectory(
+    lake: LakeOption,
+    trajectory_id: Annotated[
+        str | None, typer.Argument(help="Trajectory id; default: the last one trained.")
+    ] = None,
+    run_id: RunOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show one trajectory token by token: text, kind, version, log mu, log pi, w."""
+    from flows.inspection import trajectory_tokens
+    from tasks.lake.lake import Lake
+
+    opened = Lake.open(lake)
+    found = trajectory_tokens(opened, _pick_run(opened.run_ids(), run_id, lake), trajectory_id)
+    if as_json:
+        _emit(found)
+        return
+    tokens = found.pop("tokens")
+    _print_rows(list(found), [tuple(found.values())])
+    _print_rows(list(tokens[0]), [tuple(token.values()) for token in tokens])
+
+
+@app.command()
+def status(lake: LakeOption, as_json: JsonOption = False) -> None:
+    """Show each run: cycles, batches, versions, engines, and what waits."""
+    from flows.inspection import run_status
+    from tasks.lake.lake import Lake
+
+    opened = Lake.open(lake)
+    rows = [run_status(opened, name) for name in opened.run_ids()]
+    if as_json:
+        _emit(rows)
+    elif rows:
+        _print_rows(list(rows[0]), [tuple(row.values()) for row in rows])
+    else:
+        typer.echo("The lake has no run yet; `rollhouse run RUN.toml` makes one.")
+
+
+@weights.command("list")
+def weights_list(lake: LakeOption, run_id: RunOption = None, as_json: JsonOption = False) -> None:
+    """List published versions."""
+    from flows.inspection import publications
+    from tasks.lake.lake import Lake
+
+    opened = Lake.open(lake)
+    rows = publications(opened, _pick_run(opened.run_ids(), run_id, lake))
+    if as_json:
+        _emit(rows)
+    else:
+        _print_rows(list(rows[0]) if rows else [], [tuple(row.values()) for row in rows])
+
+
+@weights.command("export")
+def weights_export(
+    version: Annotated[int, typer.Argument(help="Weight version.")],
+    to: Annotated[Path, typer.Option(help="New or empty directory.")],
+    lake: LakeOption,
+    run_id: RunOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Verify a version and copy it as a Hugging Face folder."""
+    from flows.inspection import export_version
+    from tasks.lake.lake import Lake
+
+    opened = Lake.open(lake)
+    document = export_version(opened, _pick_run(opened.run_ids(), run_id, lake), version, to)
+    if as_json:
+        _emit(document)
+    else:
+        typer.echo(
+            f"Version {version} is at {document['path']} (root hash {document['root_hash']})."
+        )
+
+
+@app.command()
+def doctor(as_json: JsonOption = False) -> None:
+    """Check this machine: packages, processors, disk, clock and Prefect."""
+    from flows.doctor import checks
+
+    found = checks()
+    if as_json:
+        _emit(found)
+    else:
+        _print_rows(["check", "ok", "found", "fix"], [tuple(check.values()) for check in found])
+    if not all(check["ok"] for check in found):
+        raise typer.Exit(1)
+
+
+def main() -> None:
+    """Console entry point: turns known failures into one sentence and an exit code."""
+    try:
+        app()
+    except (ValueError, RuntimeError, OSError) as error:
+        _fail(error, 2 if isinstance(error, ValueError) else 1)
+    except Exception as error:
+        from tasks.lake.lease import LeaseHeld
+        from tasks.lake.ledger import LeaseLost
+
+        if not isinstance(error, LeaseHeld | LeaseLost):
+            raise
+        _fail(error, 1)
+
+
+def _fail(error: Exception, code: int) -> None:
+    if os.environ.get("ROLLHOUSE_TRACEBACK"):
+        traceback.print_exception(error)
+    typer.echo(f"rollhouse: {error}", err=True)
+    sys.exit(code)

@@ -1,0 +1,107 @@
+"""Checks of the machine, each measured where it can be rather than assumed."""
+
+import importlib.metadata
+import os
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+PACKAGES = (
+    "torch",
+    "transformers",
+    "pyarrow",
+    "deltalake",
+    "duckdb",
+    "great-expectations",
+    "prefect",
+    "reasoning-gym",
+    "blake3",
+    "safetensors",
+)
+MIN_FREE_BYTES = 2 * 2**30
+MAX_FSYNC_S = 0.5
+
+
+def _check(name: str, ok: bool, found: str, fix: str) -> dict[str, Any]:
+    return {"check": name, "ok": ok, "found": found, "fix": "" if ok else fix}
+
+
+def checks(directory: Path = Path("var")) -> list[dict[str, Any]]:
+    """Every check as `check`, `ok`, `found`, `fix`; `directory` is where runs will live."""
+    return [
+        _check(
+            "python",
+            sys.version_info >= (3, 11),
+            sys.version.split()[0],
+            "install Python 3.11 or newer",
+        ),
+        *(_package(name) for name in PACKAGES),
+        _processors(),
+        _gloo(),
+        _disk(directory),
+        _fsync(directory),
+        _clock(),
+        _prefect(),
+    ]
+
+
+def _package(name: str) -> dict[str, Any]:
+    try:
+        return _check(f"package {name}", True, importlib.metadata.version(name), "")
+    except importlib.metadata.PackageNotFoundError:
+        return _check(f"package {name}", False, "not installed", "run `make install`")
+
+
+def _processors() -> dict[str, Any]:
+    usable = len(os.sched_getaffinity(0))
+    return _check("processors", usable >= 2, str(usable), "engine and trainer want two or more")
+
+
+def _gloo() -> dict[str, Any]:
+    import torch.distributed
+
+    found = torch.distributed.is_available() and torch.distributed.is_gloo_available()
+    return _check("gloo", found, str(found), "install a torch build with distributed support")
+
+
+def _disk(directory: Path) -> dict[str, Any]:
+    existing = next(p for p in (directory.absolute(), *directory.absolute().parents) if p.exists())
+    free = shutil.disk_usage(existing).free
+    return _check(
+        "free disk", free >= MIN_FREE_BYTES, f"{free / 2**30:.1f} GiB", "free at least 2 GiB"
+    )
+
+
+def _fsync(directory: Path) -> dict[str, Any]:
+    """Every commit waits for the disk a few times; a slow one is felt in each batch."""
+    existing = next(p for p in (directory.absolute(), *directory.absolute().parents) if p.exists())
+    try:
+        with tempfile.NamedTemporaryFile(dir=existing) as file:
+            file.write(b"x" * 4096)
+            start = time.perf_counter()
+            os.fsync(file.fileno())
+            seconds = time.perf_counter() - start
+    except OSError as error:
+        return _check("fsync", False, str(error), f"make {existing} writable")
+    return _check(
+        "fsync", seconds < MAX_FSYNC_S, f"{seconds * 1e3:.1f} ms", "use a disk that syncs faster"
+    )
+
+
+def _clock() -> dict[str, Any]:
+    """Leases expire by the wall clock; one that is years off makes every lease look expired."""
+    year = time.gmtime().tm_year
+    return _check(
+        "clock",
+        2026 <= year < 2100,
+        time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime()),
+        "set the system clock",
+    )
+
+
+def _prefect() -> dict[str, Any]:
+    url = os.environ.get("PREFECT_API_URL")
+    return _check("prefect", True, url or "embedded API, no server", "")

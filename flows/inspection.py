@@ -1,0 +1,154 @@
+"""What the inspecting commands show, as JSON-ready rows read from the lake."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+from schemas.config import RunConfig
+from tasks.lake.lake import Lake
+from tasks.progress import read_progress
+from tasks.publish import version_dir
+from tasks.query import connect
+from tasks.renderers import Renderer
+from tasks.weights.anchors import export, load_publication, read_anchor
+
+
+def run_config(lake: Lake, run_id: str) -> RunConfig:
+    """The configuration that the run began with."""
+    return RunConfig.model_validate(lake.ledger(run_id).entries[0].details["config"])
+
+
+def run_status(lake: Lake, run_id: str) -> dict[str, Any]:
+    ledger = lake.ledger(run_id)
+    progress = read_progress(lake, run_id)
+    holder = ledger.last("lease_taken")
+    newest = ledger.entries[-1]
+    refused = ledger.last("batch_refused")
+    attested = lake.read(
+        "attestations", run_id=run_id, columns=["engine_id", "version"], where="ok"
+    ).to_pylist()
+    engines = {row["engine_id"]: row["version"] for row in attested}
+    waits = "nothing"
+    if progress.open_admission is not None:
+        state = "training" if progress.accepted else "scores"
+        waits = f"batch {progress.open_admission.batch} ({state})"
+    return {
+        "run_id": run_id,
+        "cycles_closed": sum(e.kind == "cycle_closed" for e in ledger.entries),
+        "batches_trained": progress.batches_trained,
+        "published_version": progress.published_version,
+        "engines": ", ".join(f"{name} at {version}" for name, version in engines.items()),
+        "waiting_for": waits,
+        "groups_waiting": len(progress.finished),
+        "last_refusal": None if refused is None else refused.details["reason"],
+        "lease": None
+        if holder is None
+        else f"{holder.seq} (pid {holder.details['pid']} on {holder.details['host']})",
+        "last_row": f"{newest.kind} at {newest.committed_at:%Y-%m-%d %H:%M:%S} UTC",
+    }
+
+
+def publications(lake: Lake, run_id: str) -> list[dict[str, Any]]:
+    return lake.read(
+        "publications",
+        run_id=run_id,
+        columns=[
+            "version",
+            "parent",
+            "kind",
+            "bytes",
+            "num_changed",
+            "num_parameters",
+            "root_hash",
+            "seconds",
+            "uri",
+        ],
+    ).to_pylist()
+
+
+def export_version(lake: Lake, run_id: str, version: int, to_dir: Path) -> dict[str, Any]:
+    """Verifies every tensor of a version against its ledger row, then copies the folder.
+
+    Raises `ValueError` if there is no such version, or the store no longer holds what the ledger
+    names.
+    """
+    ledger = lake.ledger(run_id)
+    entry = ledger.last("version_published", version=version)
+    if entry is None:
+        newest = ledger.last("version_published")
+        known = "none" if newest is None else f"0 to {newest.version}"
+        raise ValueError(f"Run {run_id} has not published version {version}; it has {known}.")
+    folder = version_dir(run_config(lake, run_id), entry.details["uri"])
+    publication = load_publication(folder)
+    if publication.root_hash != entry.root_hash:
+        raise ValueError(
+            f"{folder} holds root hash {publication.root_hash}, but the ledger published "
+            f"{entry.root_hash} as version {version}; restore the store from a backup."
+        )
+    read_anchor(folder)
+    return {
+        "version": version,
+        "root_hash": publication.root_hash,
+        "path": str(export(publication, to_dir)),
+    }
+
+
+def trajectory_tokens(lake: Lake, run_id: str, trajectory_id: str | None) -> dict[str, Any]:
+    """One trajectory with its tokens; by default the last one that was trained.
+
+    Raises `ValueError` if the run has no such trajectory.
+    """
+    connection = connect(lake)
+    if trajectory_id is None:
+        row = connection.execute(
+            "SELECT trajectory_id FROM step_trajectories WHERE run_id = ?"
+            " ORDER BY step DESC, trajectory_id DESC LIMIT 1",
+            [run_id],
+        ).fetchone()
+        if row is None:
+            raise ValueError(f"Run {run_id} has trained no trajectory yet; give an id.")
+        trajectory_id = str(row[0])
+    found = connection.execute(
+        "SELECT trajectory_id, split, status, finish_reason, reward, weight_version_min,"
+        " weight_version_max, task_id, messages"
+        " FROM trajectories WHERE run_id = ? AND trajectory_id = ?",
+        [run_id, trajectory_id],
+    )
+    names = [column[0] for column in found.description or []]
+    row = found.fetchone()
+    if row is None:
+        raise ValueError(
+            f"Run {run_id} has no recorded trajectory {trajectory_id}; "
+            '`rollhouse sql "SELECT trajectory_id FROM trajectories"` lists them.'
+        )
+    first = lake.ledger(run_id).last("version_published", version=0)
+    assert first is not None
+    renderer = Renderer(version_dir(run_config(lake, run_id), first.details["uri"]))
+    tokens = connection.execute(
+        "SELECT t.position, t.token_id, t.kind, t.weight_version AS version,"
+        " t.rollout_logprob AS log_mu, s.old_logprob AS log_pi, s.delta AS log_w"
+        " FROM tokens_all t LEFT JOIN token_scores s"
+        " USING (run_id, trajectory_id, sequence_index, position)"
+        " WHERE t.run_id = ? AND t.trajectory_id = ?"
+        " ORDER BY t.sequence_index, t.position",
+        [run_id, trajectory_id],
+    ).fetchall()
+    return dict(zip(names, row, strict=True)) | {
+        "tokens": [
+            {
+                "position": position,
+                "token_id": token_id,
+                "text": renderer.token_text(token_id),
+                "kind": kind,
+                "version": version,
+                "log_mu": _rounded(log_mu),
+                "log_pi": _rounded(log_pi),
+                "w": None if log_w is None else _rounded(math.exp(log_w)),
+            }
+            for position, token_id, kind, version, log_mu, log_pi, log_w in tokens
+        ]
+    }
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 6)

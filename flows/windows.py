@@ -1,0 +1,49 @@
+"""What the cycle and the evaluation share: gate 1's bounds, and the commit of a window."""
+
+from typing import Any
+
+from flows.opening import OpenRun
+from tasks.lake.ledger import Entry
+from tasks.profile import Limits
+from tasks.record import Recorded, ids_hash
+from tasks.rollout import RolloutContext
+
+
+def gate1_limits(run: OpenRun, context: RolloutContext) -> Limits:
+    """The bounds that gate 1's rules reach as `limits.<name>`."""
+    config = run.config
+    engine = context.engine.describe()
+    published = run.ledger.last("version_published")
+    assert published is not None and published.version is not None
+    return {
+        "published_version": published.version,
+        "vocab_size": engine.vocab_size,
+        "max_tokens": config.sampling.max_tokens,
+        "temperature": config.sampling.temperature,
+        "group_size": config.batch.group_size,
+        "num_samples": config.evaluation.num_samples,
+        "reward_min": config.gates.reward_min,
+        "reward_max": config.gates.reward_max,
+        "tokenizer_sha256": context.renderer.tokenizer_sha256,
+        "chat_template_sha256": context.renderer.chat_template_sha256,
+        "engine": engine.engine,
+    }
+
+
+def commit_window(
+    run: OpenRun,
+    recorded: Recorded,
+    *,
+    kind: str = "rollouts_recorded",
+    version: int | None = None,
+    more_writes: tuple[str, ...] = (),
+    details: dict[str, Any] | None = None,
+) -> Entry:
+    return run.commit(
+        kind,
+        version=version,
+        write_ids=(*recorded.write_ids, *more_writes),
+        num_trajectories=len(recorded.trajectory_ids),
+        trajectories_hash=ids_hash(recorded),
+        details={"quarantined": recorded.num_quarantined, **(details or {})},
+    )
