@@ -78,6 +78,8 @@ def run(
     from flows.run_file import load_run_file
 
     config = load_run_file(run_file, set_ or [])
+    # Before torch is loaded: its OpenMP barriers would spin against the trainer's.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if prefect:
         from flows.prefect_cycle import configure_prefect
 

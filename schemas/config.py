@@ -48,9 +48,9 @@ class WarmStart(Section):
     steps: Positive
     batch_sequences: Positive
     learning_rate: Annotated[float, Field(gt=0)]
-    wrong_share: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of examples that show another problem's answer: a teacher that is often wrong, whose
-    noise a verifier can then train away."""
+    forgotten_carry_share: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Sums only: the chance that the examples' teacher forgets a carry. The policy then knows how
+    to add but imitates a habit, which rewards can train away."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
 
 

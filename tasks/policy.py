@@ -6,6 +6,7 @@ encodes, and keeps digits apart, since sums are learnt digit by digit.
 """
 
 import random
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from tasks.environments.protocol import Environment
 from tasks.renderers import Renderer
 from tasks.seeds import derive_seed
 
+_SUM = re.compile(r"(\d+) \+ (\d+)")
 END = "<|end|>"
 PAD = "<|pad|>"
 SPECIAL_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", END, PAD)
@@ -31,21 +33,44 @@ CHAT_TEMPLATE = (
 
 
 def training_problems(
-    environment: Environment, num_problems: int, seed: int
+    environment: Environment, settings: WarmStart
 ) -> Iterator[tuple[tuple[dict[str, str], ...], str]]:
-    """(messages, answer) of train tasks; the answer is the dataset's own.
+    """(messages, the teacher's answer) of `settings.num_problems` train tasks.
 
-    Raises `ValueError` if the environment's tasks carry none.
+    Raises `ValueError` if the environment's tasks carry no answer, or none that forgets carries.
     """
-    for index in range(num_problems):
-        task = environment.sample(derive_seed(seed, "warm start", index))
+    generator = random.Random(settings.seed)
+    for index in range(settings.num_problems):
+        task = environment.sample(derive_seed(settings.seed, "warm start", index))
         answer = task.payload.get("answer") if isinstance(task.payload, dict) else None
         if not isinstance(answer, str):
             raise ValueError(
                 f"policy.warm_start: tasks of {environment.name} carry no answer to learn from; "
                 "give policy.path instead."
             )
+        if settings.forgotten_carry_share > 0:
+            terms = _SUM.search(task.messages[-1]["content"])
+            if terms is None:
+                raise ValueError(
+                    f"policy.warm_start.forgotten_carry_share: tasks of {environment.name} are not "
+                    "sums of two numbers; leave it out."
+                )
+            left, right = map(int, terms.groups())
+            answer = str(
+                add_forgetting_carries(left, right, settings.forgotten_carry_share, generator)
+            )
         yield task.messages, answer
+
+
+def add_forgetting_carries(left: int, right: int, share: float, generator: random.Random) -> int:
+    """The sum of someone who forgets each carry with probability `share`: 58 + 67 may be 115."""
+    total, carry, place = 0, 0, 1
+    while left or right or carry:
+        digit = left % 10 + right % 10 + carry
+        total += digit % 10 * place
+        carry = digit // 10 if generator.random() >= share else 0
+        left, right, place = left // 10, right // 10, place * 10
+    return total
 
 
 def make_tokenizer(texts: Sequence[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -122,15 +147,11 @@ def write_examples(
     path: Path,
     renderer: Renderer,
     problems: Sequence[tuple[tuple[dict[str, str], ...], str]],
-    settings: WarmStart,
 ) -> None:
     """Parquet of `token_ids` list<i32> and `loss_mask` list<bool>: loss on the answer and its
-    stop token. A share of the examples shows the answer of another problem."""
-    generator = random.Random(settings.seed)
+    stop token."""
     token_ids, loss_mask = [], []
-    for messages, right in problems:
-        is_wrong = generator.random() < settings.wrong_share
-        answer = generator.choice(problems)[1] if is_wrong else right
+    for messages, answer in problems:
         prompt = renderer.prompt(messages)
         action = [*renderer.encode(answer), *renderer.stop_token_ids]
         token_ids.append([*prompt, *action])

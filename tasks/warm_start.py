@@ -63,14 +63,14 @@ def ensure_warm_start(settings: WarmStart, config: RunConfig, environment: Envir
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache, prefix=".making-") as scratch:
         initial, data = Path(scratch) / "initial", Path(scratch) / "examples.parquet"
-        problems = list(training_problems(environment, settings.num_problems, settings.seed))
+        problems = list(training_problems(environment, settings))
         texts = [
             text
             for messages, answer in problems
             for text in (*(m["content"] for m in messages), answer)
         ]
         write_initial_policy(initial, settings, texts)
-        write_examples(data, Renderer(initial), problems, settings)
+        write_examples(data, Renderer(initial), problems)
         made = Path(scratch) / "trained"
         arguments = {
             "--init": initial,

@@ -9,15 +9,9 @@ under a temporary name, fsynced, manifest last, renamed.
 import json
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
-import torch
 import torch.distributed as dist
-from safetensors import safe_open
-from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import (
@@ -26,11 +20,8 @@ from torch.distributed.checkpoint.hf_storage import (
 )
 
 from tasks.durable import explain_os_errors, fsync_dir, fsync_file, make_durable_dirs
+from tasks.weights.checkpoints import FORMAT, MANIFEST, read_manifest
 from trainers.optimizer import MasterAdamW
-
-FORMAT = 1
-MANIFEST = "manifest.json"
-_SHARDING_INFO = "DCP_SHARDING_INFO"
 
 
 def relative_path(batch: int, lease: int) -> str:
@@ -88,7 +79,7 @@ def load(folder: Path, optimizer: MasterAdamW) -> int:
 
     Raises `ValueError` where the checkpoint is missing, incomplete or of another model.
     """
-    manifest = _manifest(folder)
+    manifest = read_manifest(folder)
     optimizer.policy.check_names(manifest["parameters"], str(folder))
     for name, shape in manifest["parameters"].items():
         if list(optimizer.policy.parameters[name].shape) != shape:
@@ -98,65 +89,3 @@ def load(folder: Path, optimizer: MasterAdamW) -> int:
     optimizer.set_num_steps(manifest["step"])
     optimizer.publish()
     return manifest["batch"]
-
-
-def read_masters(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """(name, whole float32 master) pairs, sorted by name, one in memory at a time.
-
-    Names are those of version 0's safetensors. Raises `ValueError` as `load` does.
-    """
-    manifest = _manifest(folder)
-    with ExitStack() as stack:
-        files = [
-            stack.enter_context(safe_open(folder / name, framework="pt"))
-            for name in sorted(manifest["files"])
-        ]
-        offsets = [json.loads(file.metadata()[_SHARDING_INFO]) for file in files]
-        for name, shape in sorted(manifest["parameters"].items()):
-            master = torch.empty(shape)
-            num_values = 0
-            for file, offset in zip(files, offsets, strict=True):
-                if f"master.{name}" not in offset:
-                    continue
-                part = file.get_tensor(f"master.{name}")
-                start = offset[f"master.{name}"]["saved_offsets"]
-                region = tuple(
-                    slice(first, first + size)
-                    for first, size in zip(start, part.shape, strict=True)
-                )
-                master[region] = part
-                num_values += part.numel()
-            if num_values != master.numel():
-                raise ValueError(
-                    f"{folder}: {name} has {num_values} of its {master.numel()} values; resume "
-                    "from an earlier checkpoint."
-                )
-            yield name, master
-
-
-def published_values(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """(name, bf16 tensor) pairs: the masters rounded to nearest even, as engines serve them."""
-    for name, master in read_masters(folder):
-        yield name, master.to(torch.bfloat16)
-
-
-def _manifest(folder: Path) -> dict[str, Any]:
-    if not (folder / MANIFEST).is_file():
-        raise ValueError(
-            f"{folder} is not a complete checkpoint: it has no {MANIFEST}; resume from the one "
-            "that the ledger names, or restore it from a copy."
-        )
-    manifest = json.loads((folder / MANIFEST).read_text())
-    if manifest["format"] > FORMAT:
-        raise ValueError(
-            f"{folder} has checkpoint format {manifest['format']} and this version reads {FORMAT}; "
-            "update rollhouse."
-        )
-    for name, size in manifest["files"].items():
-        path = folder / name
-        if not path.is_file() or path.stat().st_size != size:
-            raise ValueError(
-                f"{path} is missing or not {size} bytes long; restore the checkpoint from a copy, "
-                "or resume from an earlier one."
-            )
-    return manifest

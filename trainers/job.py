@@ -1,7 +1,7 @@
 """The trainer job of one cycle: admitted batches in, scores, checkpoints and steps out.
 
     python -m torch.distributed.run --standalone --nproc-per-node R -m trainers.job \\
-        --lake URI --run-id ID --cycle N --lease L --until-batch B
+        --lake URI --run-id ID --cycle N --lease L --until-batch B --threads T
 
 The lake is its only channel: it follows the ledger, which it never writes, and its standard input
 must be a pipe of the controller, whose end ends the job. It runs from the last trained checkpoint
@@ -151,7 +151,7 @@ def open_job(arguments: argparse.Namespace) -> tuple[Job, int]:
         )
     config = RunConfig.model_validate(created.details["config"])
     trainer = config.trainer
-    device = ranks.start(trainer.threads)
+    device = ranks.start(arguments.threads)
     initial = publication(config, ledger, 0)
     policy = Policy(initial, getattr(torch, trainer.compute_dtype), device)
     settings = AdamWSettings(
@@ -178,7 +178,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="trainers.job", description=__doc__)
     for name in ("lake", "run-id"):
         parser.add_argument(f"--{name}", required=True)
-    for name in ("cycle", "lease", "until-batch"):
+    for name in ("cycle", "lease", "until-batch", "threads"):
         parser.add_argument(f"--{name}", type=int, required=True)
     return parser.parse_args(argv)
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from schemas.config import RunConfig
 from schemas.tables import TABLES
+from tasks.weights.checkpoints import published_values
 from tasks.weights.hashing import root_hash_of_stream
-from trainers import checkpoint
 from trainers.advantages import ADVANTAGES, permuted_rewards
 from trainers.corrections import Correction
 from trainers.losses import ClipRange
@@ -149,7 +149,7 @@ def finished_rows(rows: list[Row], folder: Path, path: str, saving_since: float)
 
     `saving_since`: when the checkpoint was begun, on the monotonic clock.
     """
-    root_hash = root_hash_of_stream(checkpoint.published_values(folder / path))
+    root_hash = root_hash_of_stream(published_values(folder / path))
     rows[-1] |= {
         "checkpoint": path,
         "root_hash": root_hash,

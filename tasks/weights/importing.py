@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from tasks.weights.anchors import (
     MODEL_FILE,
@@ -83,6 +84,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 def _check_against_config(folder: Path) -> None:
     # Loading is the one judge of names that transformers renames or fuses on the way.
+    transformers_logging.disable_progress_bar()
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, output_loading_info=True, dtype=torch.bfloat16, local_files_only=True

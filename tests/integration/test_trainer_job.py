@@ -5,8 +5,8 @@ import torch
 from trainer_world import FIRST, SECOND, TEMPERATURE, World, finish
 from transformers import AutoModelForCausalLM
 
+from tasks.weights.checkpoints import published_values
 from tasks.weights.hashing import root_hash_of_stream
-from trainers.checkpoint import published_values
 
 
 def _train_one(world: World, batch: int, ids: list[str]):

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from trainer_world import ROOT, write_policy
 
-from trainers.checkpoint import read_masters
+from tasks.weights.checkpoints import read_masters
 
 
 def _work(num_ranks: int, policy: Path, out: Path, *start: Path) -> dict[str, torch.Tensor]:

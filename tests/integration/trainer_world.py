@@ -288,7 +288,14 @@ class World:
         return torchrun(
             self.config.trainer.ranks,
             *("trainers.job", "--lake", self.lake.uri, "--run-id", RUN_ID, "--cycle", 0),
-            *("--lease", self.lease if lease is None else lease, "--until-batch", until_batch),
+            *(
+                "--lease",
+                self.lease if lease is None else lease,
+                "--until-batch",
+                until_batch,
+                "--threads",
+                1,
+            ),
         )
 
 

@@ -122,7 +122,7 @@ def test_files_and_overrides(tmp_path: Path):
     assert config.run.seed == 11 and config.run.lake == "elsewhere"
     with pytest.raises(ValueError, match=r"write section\.key=value"):
         load_run_file(file, ["run.seed"])
-    with pytest.raises(ValueError, match="unknown key run.sede"):
+    with pytest.raises(ValueError, match=r"unknown key run\.sede"):
         load_run_file(file, ["run.sede=1"])
     with pytest.raises(ValueError, match=r"no such file; infra/runs/demo\.toml"):
         load_run_file(tmp_path / "absent.toml")

@@ -100,7 +100,7 @@ def step_row(step: int, minibatch: int, admission: int) -> dict:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory):
-    """A lake with one trained batch, one dropped group and one write that the ledger never named."""
+    """A lake with one trained batch, one dropped group, and one write the ledger never named."""
     lake = Lake.create(tmp_path_factory.mktemp("lakes") / "lake")
     ledger = lake.ledger(RUN)
     config = {"config": {"trainer": {"w_cap": CAP}}}

@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tasks.weights.checkpoints import published_values, read_masters
 from trainers import checkpoint
 from trainers.optimizer import AdamWSettings, MasterAdamW
 from trainers.packing import TrainingSequence, pack
@@ -52,11 +53,11 @@ def test_resumed_training_is_bit_identical(trained, make_policy, tmp_path):
 def test_masters_and_published_values_read_without_a_group(trained, tmp_path):
     _, optimizer = trained
     checkpoint.save(tmp_path / "c", optimizer, batch=1)
-    masters = dict(checkpoint.read_masters(tmp_path / "c"))
+    masters = dict(read_masters(tmp_path / "c"))
     assert list(masters) == sorted(optimizer.masters)
     for name, master in optimizer.masters.items():
         assert torch.equal(masters[name], master.detach())
-    for name, value in checkpoint.published_values(tmp_path / "c"):
+    for name, value in published_values(tmp_path / "c"):
         assert value.dtype == torch.bfloat16
         assert torch.equal(value, optimizer.masters[name].detach().to(torch.bfloat16))
 
@@ -68,7 +69,7 @@ def test_rounding_is_to_nearest_even(trained, tmp_path):
     with torch.no_grad():
         optimizer.masters["model.norm.weight"][:2] = halves
     checkpoint.save(tmp_path / "c", optimizer, batch=1)
-    value = dict(checkpoint.published_values(tmp_path / "c"))["model.norm.weight"]
+    value = dict(published_values(tmp_path / "c"))["model.norm.weight"]
     assert value[:2].tolist() == [1.0, 1 + 2**-6]
 
 
@@ -93,7 +94,7 @@ def test_incomplete_checkpoints_are_refused(trained, make_policy, tmp_path):
         checkpoint.load(folder, optimizer)
     shard.unlink()
     with pytest.raises(ValueError, match="is missing or not"):
-        list(checkpoint.read_masters(folder))
+        list(read_masters(folder))
     shard.write_bytes(whole)
     manifest = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_text(json.dumps(manifest | {"format": 99}))
@@ -109,7 +110,7 @@ def test_a_checkpoint_that_lacks_values_is_refused(trained, tmp_path):
     manifest["parameters"]["model.norm.weight"] = [17]
     (folder / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(ValueError, match=r"model\.norm\.weight has 16 of its 17 values"):
-        list(checkpoint.read_masters(folder))
+        list(read_masters(folder))
     with pytest.raises(ValueError, match=r"model\.norm\.weight has shape \[17\]"):
         checkpoint.load(folder, optimizer)
 

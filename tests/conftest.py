@@ -1,0 +1,36 @@
+"""Fixtures that several rooms' tests share."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tasks.warm_start import starting_checkpoint
+from tests.tiny_run import TinyRun
+
+
+@pytest.fixture(scope="session")
+def tiny_policies(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The cache that holds the tiny run's policy, made once."""
+    cache = tmp_path_factory.mktemp("policies")
+    starting_checkpoint(TinyRun(cache, cache).config)
+    return cache
+
+
+@pytest.fixture
+def tiny_run(tmp_path: Path, tiny_policies: Path) -> Callable[..., TinyRun]:
+    """Makes a fresh run with the given `--set` overrides."""
+
+    def make(*settings: str, name: str = "run") -> TinyRun:
+        root = tmp_path / name
+        root.mkdir()
+        return TinyRun(root, tiny_policies, settings)
+
+    return make
+
+
+@pytest.fixture
+def run_async():
+    """Runs a coroutine to its end."""
+    return asyncio.run
