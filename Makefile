@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 
-.PHONY: install cycle control seeds test unit faults integration check format clean
+.PHONY: install cycle seeds test unit faults integration check format clean
 
 install: $(STAMP)
 
@@ -16,6 +16,10 @@ $(STAMP): pyproject.toml infra/constraints.txt
 
 cycle: install
 	$(BIN)/rollhouse run infra/runs/demo.toml
+
+# Three seeds and the permuted-reward control; about four times as long as `make cycle`.
+seeds: install
+	$(BIN)/python tests/benchmarks/demo_seeds.py
 
 test: install
 	$(BIN)/python -m pytest

@@ -54,6 +54,7 @@ class Cycle:
     report: Callable[[dict[str, Any]], None] = lambda event: None
     seconds: dict[str, float] = field(default_factory=dict)
     in_flight: dict[int, asyncio.Task[list[Rollout]]] = field(default_factory=dict)
+    _progress: tuple[int, Progress] | None = None
 
     @property
     def until_batch(self) -> int:
@@ -89,7 +90,11 @@ class Cycle:
         self.close()
 
     def progress(self) -> Progress:
-        return read_progress(self.run.lake, self.run.run_id)
+        """Where the run stands. It follows from the ledger, so it is read anew when that grew."""
+        num_entries = len(self.run.ledger.entries)
+        if self._progress is None or self._progress[0] != num_entries:
+            self._progress = (num_entries, read_progress(self.run.lake, self.run.run_id))
+        return self._progress[1]
 
     async def evaluate(self, version: int) -> None:
         with self.timed("evaluate"):
@@ -112,14 +117,7 @@ class Cycle:
                 if progress.open_admission is not None and await self.advance(progress, trainer):
                     continue
                 renew_if_due(self.run.ledger, self.run.lease)
-                done = sum(task.done() for task in self.in_flight.values())
-                self.report({"event": "sampling", "done": done, "of": len(self.in_flight)})
-                with self.timed("sample" if self.in_flight else "wait_for_trainer"):
-                    await asyncio.wait(
-                        self.in_flight.values() or {asyncio.create_task(asyncio.sleep(POLL_S))},
-                        timeout=POLL_S,
-                        return_when=asyncio.FIRST_COMPLETED,
-                    )
+                await self.wait()
             with self.timed("sample"):
                 await self.drain()
         finally:
@@ -127,6 +125,17 @@ class Cycle:
                 task.cancel()
             self.in_flight.clear()
             trainer.stop(timeout_s=30.0)
+
+    async def wait(self) -> None:
+        """Lets sampling go on until a group ends or it is time to look at the lake again."""
+        sampling = [task for task in self.in_flight.values() if not task.done()]
+        of = len(self.in_flight)
+        self.report({"event": "sampling", "done": of - len(sampling), "of": of})
+        with self.timed("sample" if sampling else "wait_for_trainer"):
+            if sampling:
+                await asyncio.wait(sampling, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
+            else:
+                await asyncio.sleep(POLL_S)
 
     def dispatch(self, progress: Progress) -> bool:
         """Starts as many groups as admission control allows."""
@@ -163,6 +172,12 @@ class Cycle:
         if not finished or not enough:
             return False
         rollouts = [rollout for task in finished.values() for rollout in task.result()]
+        self.report(
+            {
+                "event": "sampled",
+                "action_tokens": sum(r.trajectory["num_action_tokens"] for r in rollouts),
+            }
+        )
         for group in finished:
             del self.in_flight[group]
         with self.timed("record"):
@@ -183,7 +198,6 @@ class Cycle:
             {
                 "event": "recorded",
                 "trajectories": len(rollouts),
-                "action_tokens": sum(r.trajectory["num_action_tokens"] for r in rollouts),
                 "quarantined": recorded.num_quarantined,
                 "reward_mean": sum(rewards) / max(len(rewards), 1),
             }

@@ -47,9 +47,10 @@ class RunDisplay:
                 self._progress.update(self._groups, total=event["groups"], completed=0)
             case "sampling":
                 self._progress.update(self._groups, completed=event["done"], total=event["of"])
-            case "recorded":
+            case "sampled":
                 elapsed = time.monotonic() - self._window_started
                 self._tokens_per_s = event["action_tokens"] / max(elapsed, 1e-9)
+                self._window_started = time.monotonic()
                 self._progress.update(self._groups, note=f"{self._tokens_per_s:,.0f} tok/s")
             case "trained":
                 self._trained(event)

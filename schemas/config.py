@@ -31,6 +31,19 @@ class RunSection(Section):
     batches_per_cycle: Positive
 
 
+class Habit(Section):
+    """A second supervised stage, for sums: a teacher who forgets carries.
+
+    The policy then knows how to add but has taken on a habit, so that its first pass@1 hardly
+    depends on the seed and rewards have something to train away.
+    """
+
+    forgotten_carry_share: Annotated[float, Field(gt=0, lt=1)]
+    """Chance that a carry is forgotten."""
+    steps: Positive
+    learning_rate: Annotated[float, Field(gt=0)]
+
+
 class WarmStart(Section):
     """A small Qwen3-architecture policy, made here and cached by a hash of all that made it."""
 
@@ -48,9 +61,7 @@ class WarmStart(Section):
     steps: Positive
     batch_sequences: Positive
     learning_rate: Annotated[float, Field(gt=0)]
-    forgotten_carry_share: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Sums only: the chance that the examples' teacher forgets a carry. The policy then knows how
-    to add but imitates a habit, which rewards can train away."""
+    habit: Habit | None = None
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
 
 

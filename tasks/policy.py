@@ -23,6 +23,9 @@ from tasks.renderers import Renderer
 from tasks.seeds import derive_seed
 
 _SUM = re.compile(r"(\d+) \+ (\d+)")
+Problem = tuple[tuple[dict[str, str], ...], str]
+"""Messages and the answer that a supervised run shows."""
+
 END = "<|end|>"
 PAD = "<|pad|>"
 SPECIAL_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", END, PAD)
@@ -32,34 +35,37 @@ CHAT_TEMPLATE = (
 )
 
 
-def training_problems(
-    environment: Environment, settings: WarmStart
-) -> Iterator[tuple[tuple[dict[str, str], ...], str]]:
-    """(messages, the teacher's answer) of `settings.num_problems` train tasks.
+def training_problems(environment: Environment, num_problems: int, seed: int) -> Iterator[Problem]:
+    """(messages, answer) of train tasks; the answer is the dataset's own.
 
-    Raises `ValueError` if the environment's tasks carry no answer, or none that forgets carries.
+    Raises `ValueError` if the environment's tasks carry none.
     """
-    generator = random.Random(settings.seed)
-    for index in range(settings.num_problems):
-        task = environment.sample(derive_seed(settings.seed, "warm start", index))
+    for index in range(num_problems):
+        task = environment.sample(derive_seed(seed, "warm start", index))
         answer = task.payload.get("answer") if isinstance(task.payload, dict) else None
         if not isinstance(answer, str):
             raise ValueError(
                 f"policy.warm_start: tasks of {environment.name} carry no answer to learn from; "
                 "give policy.path instead."
             )
-        if settings.forgotten_carry_share > 0:
-            terms = _SUM.search(task.messages[-1]["content"])
-            if terms is None:
-                raise ValueError(
-                    f"policy.warm_start.forgotten_carry_share: tasks of {environment.name} are not "
-                    "sums of two numbers; leave it out."
-                )
-            left, right = map(int, terms.groups())
-            answer = str(
-                add_forgetting_carries(left, right, settings.forgotten_carry_share, generator)
-            )
         yield task.messages, answer
+
+
+def forgetful_answers(problems: Sequence[Problem], share: float, seed: int) -> Iterator[Problem]:
+    """The same problems answered by a teacher who forgets each carry with probability `share`.
+
+    Raises `ValueError` if they are not sums of two numbers.
+    """
+    generator = random.Random(seed)
+    for messages, _ in problems:
+        terms = _SUM.search(messages[-1]["content"])
+        if terms is None:
+            raise ValueError(
+                f"policy.warm_start.habit: {messages[-1]['content']!r} is not a sum of two "
+                "numbers, so no carry can be forgotten; leave the habit out."
+            )
+        left, right = map(int, terms.groups())
+        yield messages, str(add_forgetting_carries(left, right, share, generator))
 
 
 def add_forgetting_carries(left: int, right: int, share: float, generator: random.Random) -> int:
@@ -146,7 +152,7 @@ def write_initial_policy(folder: Path, settings: WarmStart, texts: Sequence[str]
 def write_examples(
     path: Path,
     renderer: Renderer,
-    problems: Sequence[tuple[tuple[dict[str, str], ...], str]],
+    problems: Sequence[Problem],
 ) -> None:
     """Parquet of `token_ids` list<i32> and `loss_mask` list<bool>: loss on the answer and its
     stop token."""

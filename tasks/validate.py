@@ -4,6 +4,7 @@ Great Expectations decides whether a rule holds; DuckDB's profile names the traj
 does not. Importing it takes seconds, so it is imported when the first profile is judged.
 """
 
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -85,6 +86,8 @@ class Judgement:
 @cache
 def _great_expectations() -> Any:
     os.environ.setdefault("GX_ANALYTICS_ENABLED", "false")
+    # It announces each temporary folder it makes, in the middle of other people's output.
+    logging.getLogger("great_expectations").setLevel(logging.WARNING)
     import great_expectations as gx
     from great_expectations.data_context.types.base import ProgressBarsConfig
 

@@ -8,13 +8,21 @@ import hashlib
 import json
 import shutil
 import tempfile
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from schemas.config import RunConfig, WarmStart
 from tasks import policy as policy_module
 from tasks.environments import make_environment
 from tasks.environments.protocol import Environment
-from tasks.policy import training_problems, write_examples, write_initial_policy
+from tasks.policy import (
+    Problem,
+    forgetful_answers,
+    training_problems,
+    write_examples,
+    write_initial_policy,
+)
 from tasks.renderers import Renderer
 from tasks.train import torchrun
 
@@ -61,45 +69,67 @@ def ensure_warm_start(settings: WarmStart, config: RunConfig, environment: Envir
     if finished.is_dir():
         return finished
     cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache, prefix=".making-") as scratch:
-        initial, data = Path(scratch) / "initial", Path(scratch) / "examples.parquet"
-        problems = list(training_problems(environment, settings))
+    with tempfile.TemporaryDirectory(dir=cache, prefix=".making-") as folder:
+        scratch = Path(folder)
+        problems = list(training_problems(environment, settings.num_problems, settings.seed))
         texts = [
             text
             for messages, answer in problems
             for text in (*(m["content"] for m in messages), answer)
         ]
-        write_initial_policy(initial, settings, texts)
-        write_examples(data, Renderer(initial), problems)
-        made = Path(scratch) / "trained"
-        arguments = {
-            "--init": initial,
-            "--data": data,
-            "--out": made,
-            "--steps": settings.steps,
-            "--batch-sequences": settings.batch_sequences,
-            "--learning-rate": settings.learning_rate,
-            "--seed": settings.seed,
-            "--threads": config.trainer.threads,
-        }
-        log = cache / "logs" / f"{finished.name}.log"
-        with torchrun(
-            "trainers.supervised",
-            [str(part) for pair in arguments.items() for part in pair],
-            ranks=config.trainer.ranks,
-            threads=config.trainer.threads,
-            log=log,
-        ) as process:
-            try:
-                code = process.wait()
-            finally:
-                # torchrun passes the signal on to its ranks, which a kill would leave running.
-                process.terminate()
-        if code != 0:
-            tail = "\n".join(log.read_text(errors="replace").splitlines()[-30:])
-            raise WarmStartFailed(
-                f"The supervised warm start ended with code {code}; its log is {log}. The log "
-                f"ends:\n{tail}"
+        write_initial_policy(scratch / "initial", settings, texts)
+        supervise = partial(_supervise, scratch, settings, config, cache / "logs" / finished.name)
+        made = supervise("initial", "skilled", problems, settings.steps, settings.learning_rate)
+        if (habit := settings.habit) is not None:
+            forgetful = list(
+                forgetful_answers(problems, habit.forgotten_carry_share, settings.seed)
             )
+            made = supervise("skilled", "habitual", forgetful, habit.steps, habit.learning_rate)
         shutil.move(made, finished)
     return finished
+
+
+def _supervise(
+    scratch: Path,
+    settings: WarmStart,
+    config: RunConfig,
+    logs: Path,
+    start: str,
+    result: str,
+    problems: Sequence[Problem],
+    steps: int,
+    learning_rate: float,
+) -> Path:
+    """One supervised run from `scratch/start` to `scratch/result`, which it returns."""
+    data = scratch / f"{result}.parquet"
+    write_examples(data, Renderer(scratch / start), problems)
+    arguments = {
+        "--init": scratch / start,
+        "--data": data,
+        "--out": scratch / result,
+        "--steps": steps,
+        "--batch-sequences": settings.batch_sequences,
+        "--learning-rate": learning_rate,
+        "--seed": settings.seed,
+        "--threads": config.trainer.threads,
+    }
+    log = logs / f"{result}.log"
+    with torchrun(
+        "trainers.supervised",
+        [str(part) for pair in arguments.items() for part in pair],
+        ranks=config.trainer.ranks,
+        threads=config.trainer.threads,
+        log=log,
+    ) as process:
+        try:
+            code = process.wait()
+        finally:
+            # torchrun passes the signal on to its ranks, which a kill would leave running.
+            process.terminate()
+    if code != 0:
+        tail = "\n".join(log.read_text(errors="replace").splitlines()[-30:])
+        raise WarmStartFailed(
+            f"The supervised warm start ended with code {code}; its log is {log}. The log "
+            f"ends:\n{tail}"
+        )
+    return scratch / result

@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from schemas.config import RunConfig, WarmStart, parse_run_config
 from tasks.environments import make_environment
-from tasks.policy import make_tokenizer, training_problems, write_examples, write_initial_policy
+from tasks.policy import (
+    add_forgetting_carries,
+    make_tokenizer,
+    training_problems,
+    write_examples,
+    write_initial_policy,
+)
 from tasks.renderers import Renderer
 from tasks.warm_start import (
     WarmStartFailed,
@@ -82,9 +90,10 @@ def ensure(config: RunConfig) -> Path:
     return ensure_warm_start(warm_start(config), config, environment)
 
 
-def problems(num_problems: int) -> list[tuple[tuple[dict[str, str], ...], str]]:
+def problems(num_problems: int, **changes: Any) -> list[tuple[tuple[dict[str, str], ...], str]]:
     environment = make_environment(ENVIRONMENT["name"], ENVIRONMENT["options"])
-    return list(training_problems(environment, num_problems, 0))
+    settings = WarmStart(**(TINY | {"num_problems": num_problems} | changes))
+    return list(training_problems(environment, settings))
 
 
 def texts(num_problems: int) -> list[str]:
@@ -167,7 +176,7 @@ def test_examples_are_training_problems_with_loss_on_the_answer(tmp_path: Path):
     write_initial_policy(tmp_path / "a", settings, texts(64))
     renderer = Renderer(tmp_path / "a")
     examples = problems(300)
-    write_examples(tmp_path / "examples.parquet", renderer, examples, settings)
+    write_examples(tmp_path / "examples.parquet", renderer, examples)
     table = pq.read_table(tmp_path / "examples.parquet")
     assert [str(field.type) for field in table.schema] == [
         "list<element: int32>",
@@ -183,8 +192,58 @@ def test_examples_are_training_problems_with_loss_on_the_answer(tmp_path: Path):
         assert ids[:prompt_length] == renderer.prompt(messages)
         assert ids[-1] == stop
         assert renderer.decode(ids[prompt_length:]) == answer
-        left, right = messages[0]["content"].removeprefix("Calculate ").rstrip(".").split(" + ")
-        assert int(answer) == int(left) + int(right)
+        assert int(answer) == sum(terms(messages))
+
+
+def terms(messages: tuple[dict[str, str], ...]) -> tuple[int, int]:
+    left, right = messages[0]["content"].removeprefix("Calculate ").rstrip(".").split(" + ")
+    return int(left), int(right)
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "expected"),
+    # Two carries, each forgotten with probability 0.6: both kept 0.16, only the first lost 0.24,
+    # only the second lost 0.24, both lost 0.36. A lost first carry leaves 11 tens to write.
+    [
+        (58, 67, {125: 0.16, 115: 0.24, 25: 0.24, 15: 0.36}),
+        (58, 12, {70: 0.4, 60: 0.6}),
+        (52, 67, {119: 0.4, 19: 0.6}),
+        (52, 27, {79: 1.0}),
+        (99, 1, {100: 0.16, 90: 0.6, 0: 0.24}),
+        (0, 0, {0: 1.0}),
+    ],
+)
+def test_carries_are_forgotten_one_by_one(left: int, right: int, expected: dict[int, float]):
+    generator = random.Random(0)
+    drawn = Counter(add_forgetting_carries(left, right, 0.6, generator) for _ in range(20_000))
+    assert drawn.keys() == expected.keys()
+    for total, share in expected.items():
+        # Five standard errors of a binomial share.
+        assert drawn[total] / 20_000 == pytest.approx(share, abs=0.018)
+
+
+def test_a_teacher_who_forgets_nothing_is_right():
+    generator = random.Random(0)
+    pairs = [(left, right) for left in range(101) for right in range(101)]
+    assert all(
+        add_forgetting_carries(left, right, 0.0, generator) == left + right for left, right in pairs
+    )
+
+
+def test_a_forgetful_teacher_writes_the_examples():
+    forgetful = problems(400, forgotten_carry_share=0.6)
+    assert forgetful == problems(400, forgotten_carry_share=0.6)
+    assert [messages for messages, _ in forgetful] == [messages for messages, _ in problems(400)]
+    right = sum(int(answer) == sum(terms(messages)) for messages, answer in forgetful)
+    # By enumeration over all pairs of terms 0..100 the teacher is right in 0.534 of them.
+    assert right / 400 == pytest.approx(0.534, abs=0.125)
+
+
+def test_only_sums_can_have_forgotten_carries():
+    environment = make_environment("reasoning_gym", {"dataset": "spell_backward"})
+    settings = WarmStart(**(TINY | {"forgotten_carry_share": 0.5}))
+    with pytest.raises(ValueError, match=r"forgotten_carry_share: .*not sums of two numbers"):
+        list(training_problems(environment, settings))
 
 
 def test_no_example_is_a_heldout_problem():

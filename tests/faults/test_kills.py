@@ -1,0 +1,115 @@
+"""`kill -9` of any process in the middle of a cycle; the same command again ends as if nothing
+had happened."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tasks.lake.ledger import Entry
+from tasks.query import connect
+from tests.tiny_run import TinyRun, count
+
+Reached = Callable[[list[Entry]], bool]
+
+
+def after(kind: str, number: int) -> Reached:
+    return lambda entries: count(entries, kind) >= number
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory, tiny_policies: Path):
+    tiny = TinyRun(tmp_path_factory.mktemp("uninterrupted"), tiny_policies)
+    result = tiny.run("--no-prefect")
+    assert result.returncode == 0, result.stderr
+    return tiny.canonical_ledger()
+
+
+def rank_processes(tiny: TinyRun) -> list[int]:
+    """Ids of the trainer ranks of this run, found by their command line."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            arguments = (folder / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if b"trainers.job" in arguments and str(tiny.root / "lake").encode() in arguments:
+            found.append(int(folder.name))
+    return found
+
+
+def assert_ended_like(tiny: TinyRun, uninterrupted: list) -> None:
+    assert tiny.canonical_ledger() == uninterrupted
+    connection = connect(tiny.lake)
+    ends = connection.sql("SELECT ended, count(*) FROM trajectory_ends GROUP BY 1").fetchall()
+    assert ends == [("trained", 128)]
+    twice = "SELECT trajectory_id FROM step_trajectories GROUP BY 1 HAVING count(*) > 1"
+    assert connection.sql(twice).fetchall() == []
+
+
+@pytest.mark.parametrize(
+    "reached",
+    [
+        after("cycle_opened", 1),
+        after("rollouts_recorded", 1),
+        after("batch_admitted", 1),
+        after("batch_accepted", 2),
+        after("batch_trained", 3),
+    ],
+    ids=["opened", "recorded", "admitted", "accepted", "trained"],
+)
+def test_kill_of_the_controller(tiny_run, uninterrupted, reached: Reached):
+    tiny = tiny_run()
+    with tiny.start("--no-prefect") as process:
+        tiny.wait_for(reached)
+        process.kill()
+        process.communicate()
+    result = tiny.run("--no-prefect")
+    assert result.returncode == 0, result.stderr
+    assert_ended_like(tiny, uninterrupted)
+    assert count(tiny.entries, "lease_taken") == 2
+
+
+def test_kill_of_the_trainer(tiny_run, uninterrupted):
+    tiny = tiny_run()
+    with tiny.start("--no-prefect") as process:
+        tiny.wait_for(after("batch_admitted", 1))
+        ranks = rank_processes(tiny)
+        assert ranks
+        for rank in ranks:
+            os.kill(rank, signal.SIGKILL)
+        _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "The trainer job ended" in stderr and "Run the same command again" in stderr
+    result = tiny.run("--no-prefect")
+    assert result.returncode == 0, result.stderr
+    assert_ended_like(tiny, uninterrupted)
+
+
+def test_the_trainer_ends_when_its_controller_is_gone(tiny_run):
+    tiny = tiny_run()
+    with tiny.start("--no-prefect") as process:
+        tiny.wait_for(after("batch_admitted", 1))
+        assert rank_processes(tiny)
+        process.kill()
+        process.communicate()
+    for _ in range(200):
+        if not rank_processes(tiny):
+            break
+        time.sleep(0.1)
+    assert rank_processes(tiny) == []
+
+
+def test_a_second_controller_is_told_who_holds_the_run(tiny_run):
+    tiny = tiny_run()
+    with tiny.start("--no-prefect") as process:
+        tiny.wait_for(after("cycle_opened", 1))
+        second = tiny.run("--no-prefect")
+        assert second.returncode == 1
+        assert f"held by process {process.pid}" in second.stderr
+        assert "--take-over" in second.stderr and "Traceback" not in second.stderr
+        process.kill()
+        process.communicate()

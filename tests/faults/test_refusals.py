@@ -1,0 +1,203 @@
+"""A batch that breaks its contract stops the cycle before any backward pass, and the next run of
+the same command goes on."""
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from flows.cycle import BatchRefused
+from flows.opening import EngineRefused
+from flows.run import build_engine, execute_run_sync
+from schemas.config import RunConfig
+from tasks.engines.protocol import Attestation, Generation, Request, RolloutEngine
+from tasks.query import connect
+from tasks.warm_start import starting_checkpoint
+from tests.tiny_run import RUN_ID, TinyRun, count
+
+
+class FaultyEngine:
+    """A real engine behind a transport that spoils what it returns for training rollouts."""
+
+    def __init__(self, engine: RolloutEngine, spoil: Callable[[Request, Generation], Generation]):
+        self._engine = engine
+        self._spoil = spoil
+
+    async def generate(self, request: Request) -> Generation:
+        generation = await self._engine.generate(request)
+        is_probe = request.request_id.startswith("probe")
+        return generation if is_probe else self._spoil(request, generation)
+
+    def describe(self):
+        return self._engine.describe()
+
+    async def update(self, *arguments) -> Attestation:
+        return await self._engine.update(*arguments)
+
+    async def pause(self) -> None:
+        await self._engine.pause()
+
+    async def resume(self) -> None:
+        await self._engine.resume()
+
+    async def close(self) -> None:
+        await self._engine.close()
+
+
+def shift_by_one(request: Request, generation: Generation) -> Generation:
+    logprobs = generation.logprobs
+    return replace(generation, logprobs=(*logprobs[1:], logprobs[0]))
+
+
+def lose_every_logprob(request: Request, generation: Generation) -> Generation:
+    return replace(generation, logprobs=(float("nan"),) * len(generation.logprobs))
+
+
+def claim_a_later_version(request: Request, generation: Generation) -> Generation:
+    spans = tuple(replace(s, weight_version=s.weight_version + 7) for s in generation.spans)
+    return replace(generation, spans=spans)
+
+
+def run_with(tiny: TinyRun, spoil) -> None:
+    def make_engine(config: RunConfig, model_dir: Path) -> RolloutEngine:
+        return FaultyEngine(build_engine(config, model_dir), spoil)
+
+    execute_run_sync(tiny.config, "tiny.toml", make_engine=make_engine)
+
+
+def assert_nothing_was_trained(tiny: TinyRun) -> None:
+    connection = connect(tiny.lake)
+    assert connection.sql("SELECT count(*) FROM steps_all").fetchone() == (0,)
+    assert count(tiny.entries, "batch_accepted") == 0
+    assert not (tiny.root / "store" / RUN_ID / "checkpoints").exists()
+
+
+def assert_the_next_run_goes_on(tiny: TinyRun) -> None:
+    result = tiny.run("--no-prefect")
+    assert result.returncode == 0, result.stderr
+    assert count(tiny.entries, "cycle_closed") == 2
+    trained = [e.batch for e in tiny.entries if e.kind == "batch_trained"]
+    assert trained == [1, 2, 3, 4]
+    ended = connect(tiny.lake).sql("SELECT DISTINCT ended FROM trajectory_ends").fetchall()
+    assert {row[0] for row in ended} <= {"trained", "refused", "quarantined", "dropped"}
+
+
+def test_gate_2_stops_shifted_logprobs_before_any_backward_pass(tiny_run):
+    tiny = tiny_run()
+    with pytest.raises(BatchRefused) as refused:
+        run_with(tiny, shift_by_one)
+    message = str(refused.value)
+    assert "own_version_mismatch" in message and "batch 1" in message
+    assert "00000016-000-0" in message, "the first training group comes after 16 held-out ones"
+    assert_nothing_was_trained(tiny)
+    rows = tiny.lake.read("quarantine", run_id=RUN_ID).to_pylist()
+    assert len(rows) == 32 and {row["action"] for row in rows} == {"refuse"}
+    assert_the_next_run_goes_on(tiny)
+    ended = dict(
+        connect(tiny.lake).sql("SELECT ended, count(*) FROM trajectory_ends GROUP BY 1").fetchall()
+    )
+    assert ended == {"trained": 128, "refused": 32}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "rule"),
+    [(lose_every_logprob, "logprobs_present"), (claim_a_later_version, "versions_published")],
+)
+def test_gate_1_stops_a_window_where_faults_are_the_rule(tiny_run, spoil, rule: str):
+    tiny = tiny_run("run.num_cycles=1", "run.batches_per_cycle=1")
+
+    def only_training(request: Request, generation: Generation) -> Generation:
+        group = int(request.request_id.split("-")[0])
+        return spoil(request, generation) if group >= 16 else generation
+
+    with pytest.raises(BatchRefused) as refused:
+        run_with(tiny, only_training)
+    assert rule in str(refused.value) and "00000016-000-0" in str(refused.value)
+    assert_nothing_was_trained(tiny)
+    assert tiny.lake.read("trajectories", run_id=RUN_ID, where="split = 'train'").num_rows == 0
+    result = tiny.run("--no-prefect")
+    assert result.returncode == 0, result.stderr
+    assert count(tiny.entries, "cycle_closed") == 1
+
+
+def test_one_bad_rollout_costs_its_group_and_no_more(tiny_run):
+    tiny = tiny_run("run.num_cycles=1", "run.batches_per_cycle=1")
+
+    def spoil_one(request: Request, generation: Generation) -> Generation:
+        is_it = request.request_id.startswith("00000017-002-0/")
+        return lose_every_logprob(request, generation) if is_it else generation
+
+    run_with(tiny, spoil_one)
+    ended = connect(tiny.lake).sql(
+        "SELECT ended, count(*), count(DISTINCT group_id) FROM trajectory_ends"
+        " GROUP BY 1 ORDER BY 1"
+    )
+    assert ended.fetchall() == [("dropped", 3, 1), ("quarantined", 1, 1), ("trained", 32, 8)]
+
+
+def test_an_engine_that_fails_its_probe_gets_no_request(tiny_run):
+    tiny = tiny_run()
+
+    class RawEngine(FaultyEngine):
+        async def generate(self, request: Request) -> Generation:
+            generation = await self._engine.generate(request)
+            doubled = tuple(2 * x for x in generation.logprobs)
+            return replace(generation, logprobs=doubled)
+
+    def make_engine(config: RunConfig, model_dir: Path) -> RolloutEngine:
+        return RawEngine(build_engine(config, model_dir), shift_by_one)
+
+    with pytest.raises(EngineRefused, match="not attached"):
+        execute_run_sync(tiny.config, "tiny.toml", make_engine=make_engine)
+    assert tiny.lake.read("trajectories", run_id=RUN_ID, write_ids="all").num_rows == 0
+
+
+def test_an_engine_that_holds_other_weights_gets_no_request(tiny_run):
+    tiny = tiny_run()
+
+    class StaleEngine(FaultyEngine):
+        async def update(self, version, weights_dir, root_hash, mode) -> Attestation:
+            return await self._engine.update(version, weights_dir, "0" * 64, mode)
+
+    def make_engine(config: RunConfig, model_dir: Path) -> RolloutEngine:
+        return StaleEngine(build_engine(config, model_dir), shift_by_one)
+
+    with pytest.raises(EngineRefused, match="could not attest version 0"):
+        execute_run_sync(tiny.config, "tiny.toml", make_engine=make_engine)
+    assert count(tiny.entries, "cycle_opened") == 0
+
+
+def from_checkpoint(tiny: TinyRun, folder: Path) -> RunConfig:
+    """The tiny run starting from a Hugging Face folder."""
+    data = tiny.config.model_dump(mode="json")
+    data["policy"] = {"path": str(folder)}
+    return RunConfig.model_validate(data)
+
+
+def test_a_starting_checkpoint_that_is_not_there_is_refused(tiny_run, tmp_path: Path):
+    with pytest.raises(ValueError, match=r"policy\.path: .* is not a folder; give"):
+        execute_run_sync(from_checkpoint(tiny_run(), tmp_path / "none"), "tiny.toml")
+
+
+def test_a_starting_checkpoint_that_lacks_a_tensor_is_refused(tiny_run, tmp_path: Path):
+    tiny = tiny_run()
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(starting_checkpoint(tiny.config), folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors.pop("model.norm.weight")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"missing tensors \['model\.norm\.weight'\]"):
+        execute_run_sync(from_checkpoint(tiny, folder), "tiny.toml")
+    assert count(tiny.entries, "version_published") == 0
+
+
+def test_pickled_weights_are_never_opened(tiny_run, tmp_path: Path):
+    tiny = tiny_run()
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(starting_checkpoint(tiny.config), folder)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="safetensors"):
+        execute_run_sync(from_checkpoint(tiny, folder), "tiny.toml")

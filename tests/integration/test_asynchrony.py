@@ -1,0 +1,131 @@
+"""Sampling ahead of training: bounded lag, updates in flight, and an end for every rollout.
+
+One slot and several turns a rollout make sampling slower than training, so that weights change
+while rollouts run.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from tasks.query import connect
+from tests.integration.test_cycle import recomputed_error
+from tests.tiny_run import RUN_ID, TinyRun, count
+
+SLOW_SAMPLING = (
+    "engine.num_slots=1",
+    "environment.options.max_turns=4",
+    "run.num_cycles=1",
+    "run.batches_per_cycle=4",
+    "engine.max_model_tokens=128",
+)
+
+
+@pytest.fixture(scope="module", params=["keep", "abort", "wait"])
+def finished(request, tmp_path_factory: pytest.TempPathFactory, tiny_policies: Path):
+    tiny = TinyRun(
+        tmp_path_factory.mktemp(request.param),
+        tiny_policies,
+        (
+            *SLOW_SAMPLING,
+            "asynchrony.k=2",
+            "asynchrony.max_lag=2",
+            f"asynchrony.update={request.param}",
+        ),
+    )
+    result = tiny.run("--no-prefect")
+    assert result.returncode == 0, result.stderr
+    return tiny, request.param
+
+
+def test_lag_is_positive_and_bounded(finished):
+    tiny, _ = finished
+    row = (
+        connect(tiny.lake)
+        .sql("SELECT max(lag_versions), min(lag_versions), max(lag_steps) FROM token_scores")
+        .fetchone()
+    )
+    assert row is not None
+    assert 0 < row[0] <= 2 and row[1] >= 0
+    assert row[2] <= 2 * 2 + 1
+
+
+def test_every_rollout_ends_once_and_with_a_reason(finished):
+    tiny, _ = finished
+    connection = connect(tiny.lake)
+    ends = connection.sql("SELECT ended, reason, step FROM trajectory_ends").fetchall()
+    assert {row[0] for row in ends} <= {"trained", "dropped"}
+    assert sum(row[0] == "trained" for row in ends) == 128
+    assert all((row[1] is not None) == (row[0] == "dropped") for row in ends)
+    twice = connection.sql(
+        "SELECT trajectory_id FROM step_trajectories GROUP BY 1 HAVING count(*) > 1"
+    )
+    assert twice.fetchall() == []
+
+
+def test_weights_changed_while_rollouts_ran(finished):
+    tiny, mode = finished
+    connection = connect(tiny.lake)
+    spans = connection.sql(
+        "SELECT count(*) FROM trajectories WHERE weight_version_max > weight_version_min"
+    ).fetchone()
+    aborted = connection.sql("SELECT count(*) FROM requests WHERE finish_reason = 'abort'")
+    parts = connection.sql("SELECT count(*) FROM requests WHERE part_index > 0").fetchone()
+    assert spans is not None and spans[0] > 0
+    assert (aborted.fetchone()[0] > 0) == (mode == "abort")
+    assert (parts[0] > 0) == (mode == "abort")
+
+
+def test_no_action_token_is_lost_or_doubled_by_an_update(finished):
+    tiny, _ = finished
+    rows = connect(tiny.lake).sql(
+        "SELECT count(*) FROM (SELECT trajectory_id, num_action_tokens FROM trajectories) t"
+        " JOIN (SELECT trajectory_id, sum(num_output_tokens) AS sampled FROM requests GROUP BY 1) r"
+        " USING (trajectory_id) WHERE t.num_action_tokens <> r.sampled"
+    )
+    assert rows.fetchone() == (0,)
+
+
+def test_tokens_fit_the_weights_that_sampled_them(finished):
+    tiny, _ = finished
+    connection = connect(tiny.lake)
+    checked = 0
+    for entry in tiny.entries:
+        if entry.kind == "version_published":
+            folder = tiny.root / "store" / RUN_ID / entry.details["uri"]
+            num_tokens, worst = recomputed_error(tiny, connection, entry.version, folder)
+            assert worst <= 0.002
+            checked += num_tokens
+    assert checked > 0
+    audited = connection.sql(
+        "SELECT sum(num_audited), max(engine_mismatch_max_abs), max(policy_drift_mean_abs)"
+        " FROM mismatch_by_step"
+    ).fetchone()
+    assert audited is not None and audited[0] > 0
+    assert audited[1] <= 0.002 < 1
+
+
+def test_a_cache_older_than_its_weights_is_recorded_only_under_keep(finished):
+    tiny, mode = finished
+    rows = connect(tiny.lake).sql(
+        "SELECT count(*) FROM segments WHERE kv_version_min < weight_version"
+    )
+    assert (rows.fetchone()[0] > 0) == (mode == "keep")
+
+
+def test_stale_rollouts_are_dropped_with_their_bias(tiny_run):
+    tiny = tiny_run(*SLOW_SAMPLING, "asynchrony.k=2", "asynchrony.max_lag=0")
+    result = tiny.run("--no-prefect")
+    assert result.returncode == 0, result.stderr
+    connection = connect(tiny.lake)
+    assert connection.sql("SELECT max(lag_versions) FROM token_scores").fetchone() == (0,)
+    dropped = connection.sql(
+        "SELECT count(*) FROM trajectory_ends WHERE ended = 'dropped' AND reason LIKE 'stale%'"
+    ).fetchone()
+    assert dropped is not None and dropped[0] > 0
+    biased = connection.sql(
+        "SELECT count(*) FROM staleness_by_step WHERE dropped_frac > 0"
+        " AND dropped_length_bias IS NOT NULL AND dropped_reward_bias IS NOT NULL"
+    ).fetchone()
+    assert biased is not None and biased[0] > 0
+    assert count(tiny.entries, "batch_trained") == 4
