@@ -80,18 +80,16 @@ def run(
     config = load_run_file(run_file, set_ or [])
     # Before torch is loaded: its OpenMP barriers would spin against the trainer's.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    if prefect:
-        from flows.prefect_cycle import configure_prefect
+    from contextlib import nullcontext
 
-        configure_prefect()
     from flows.display import RunDisplay, print_summary
-    from flows.prefect_cycle import run_as_flow
+    from flows.prefect_cycle import prefect_api, run_as_flow
     from flows.run import execute_run_sync, run_plain
     from flows.summary import summarise
 
     console = Console(stderr=as_json)
     total = config.run.num_cycles * config.run.batches_per_cycle
-    with RunDisplay(console, total) as display:
+    with prefect_api() if prefect else nullcontext(), RunDisplay(console, total) as display:
         finished = execute_run_sync(
             config,
             str(run_file),

@@ -1,21 +1,35 @@
 """The cycle as a Prefect flow, its heavy steps as tasks.
 
-Prefect shows and schedules; it is never asked for facts. Without `PREFECT_API_URL` it uses its
-embedded API in this process, with its home beside the run, and no server. A task costs
-milliseconds, so there is one a phase and batch, never one a trajectory.
+Prefect shows and schedules; it is never asked for facts. Without `PREFECT_API_URL` the run brings
+its own API, with its database under var/, and needs no server. A task costs milliseconds, so there
+is one a phase and batch, never one a trajectory.
 """
 
 import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 
 from flows.cycle import Cycle, Phases
 
 PREFECT_HOME = Path("var/prefect")
+STARTUP_TIMEOUT_S = 120.0
+"""The first start makes the database, which takes a while on a busy machine."""
 
 
-def configure_prefect(home: Path = PREFECT_HOME) -> None:
-    """Settings that must be in place before Prefect is imported; a user's own values win."""
+@contextmanager
+def prefect_api(home: Path = PREFECT_HOME) -> Iterator[None]:
+    """Settings and an API for Prefect, to be entered before it is imported; a user's own
+    environment wins.
+
+    Raises `RuntimeError` if the API does not start.
+    """
     for name, value in {
         "PREFECT_HOME": str(home.absolute()),
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
@@ -25,6 +39,38 @@ def configure_prefect(home: Path = PREFECT_HOME) -> None:
     }.items():
         os.environ.setdefault(name, value)
     Path(os.environ["PREFECT_HOME"]).mkdir(parents=True, exist_ok=True)
+    if "PREFECT_API_URL" in os.environ:
+        yield
+        return
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "flows.prefect_api", str(listening.fileno())],
+            stdin=subprocess.PIPE,
+            pass_fds=[listening.fileno()],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        )
+    with process:
+        os.environ["PREFECT_API_URL"] = f"http://127.0.0.1:{port}/api"
+        try:
+            _await_health(process)
+            yield
+        finally:
+            del os.environ["PREFECT_API_URL"]
+
+
+def _await_health(process: subprocess.Popen[bytes]) -> None:
+    until = time.monotonic() + STARTUP_TIMEOUT_S
+    while time.monotonic() < until and process.poll() is None:
+        try:
+            with urllib.request.urlopen(f"{os.environ['PREFECT_API_URL']}/health", timeout=60):
+                return
+        except OSError:
+            time.sleep(0.1)
+    raise RuntimeError(
+        f"Prefect's embedded API did not start in {STARTUP_TIMEOUT_S:.0f} s; set PREFECT_API_URL "
+        "to a server, or pass --no-prefect."
+    )
 
 
 def phases_as_tasks() -> Phases:

@@ -15,8 +15,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from schemas.config import RunConfig, WarmStart, parse_run_config
 from tasks.environments import make_environment
+from tasks.environments.protocol import Task, Verdict
 from tasks.policy import (
+    Problem,
     add_forgetting_carries,
+    forgetful_answers,
     make_tokenizer,
     training_problems,
     write_examples,
@@ -55,6 +58,7 @@ TINY: dict[str, Any] = {
     "steps": 3,
     "batch_sequences": 8,
     "learning_rate": 1e-3,
+    "habit": {"forgotten_carry_share": 0.5, "steps": 2, "learning_rate": 1e-3},
 }
 
 
@@ -90,10 +94,9 @@ def ensure(config: RunConfig) -> Path:
     return ensure_warm_start(warm_start(config), config, environment)
 
 
-def problems(num_problems: int, **changes: Any) -> list[tuple[tuple[dict[str, str], ...], str]]:
+def problems(num_problems: int) -> list[Problem]:
     environment = make_environment(ENVIRONMENT["name"], ENVIRONMENT["options"])
-    settings = WarmStart(**(TINY | {"num_problems": num_problems} | changes))
-    return list(training_problems(environment, settings))
+    return list(training_problems(environment, num_problems, 0))
 
 
 def texts(num_problems: int) -> list[str]:
@@ -230,20 +233,38 @@ def test_a_teacher_who_forgets_nothing_is_right():
     )
 
 
-def test_a_forgetful_teacher_writes_the_examples():
-    forgetful = problems(400, forgotten_carry_share=0.6)
-    assert forgetful == problems(400, forgotten_carry_share=0.6)
-    assert [messages for messages, _ in forgetful] == [messages for messages, _ in problems(400)]
+def test_a_forgetful_teacher_answers_the_same_problems():
+    examples = problems(400)
+    forgetful = list(forgetful_answers(examples, 0.6, 3))
+    assert forgetful == list(forgetful_answers(examples, 0.6, 3))
+    assert forgetful != list(forgetful_answers(examples, 0.6, 4))
+    assert [messages for messages, _ in forgetful] == [messages for messages, _ in examples]
     right = sum(int(answer) == sum(terms(messages)) for messages, answer in forgetful)
-    # By enumeration over all pairs of terms 0..100 the teacher is right in 0.534 of them.
-    assert right / 400 == pytest.approx(0.534, abs=0.125)
+    # The mean of 0.4^carries over all pairs of terms 0..100; five standard errors.
+    assert right / 400 == pytest.approx(0.5315, abs=0.125)
 
 
 def test_only_sums_can_have_forgotten_carries():
-    environment = make_environment("reasoning_gym", {"dataset": "spell_backward"})
-    settings = WarmStart(**(TINY | {"forgotten_carry_share": 0.5}))
-    with pytest.raises(ValueError, match=r"forgotten_carry_share: .*not sums of two numbers"):
-        list(training_problems(environment, settings))
+    example: Problem = (({"role": "user", "content": "Spell sun backward."},), "nus")
+    with pytest.raises(ValueError, match=r"habit: 'Spell sun backward\.' is not a sum of two"):
+        list(forgetful_answers([example], 0.5, 0))
+
+
+def test_a_problem_without_an_answer_cannot_be_learnt():
+    class Unanswered:
+        name = "unanswered"
+
+        def sample(self, seed: int) -> Task:
+            return Task("0", self.name, "train", ({"role": "user", "content": "?"},), {})
+
+        def heldout(self, num_tasks: int) -> list[Task]:
+            return []
+
+        def verify(self, task: Task, answer: str, turn_index: int) -> Verdict:
+            return Verdict(0.0, {}, True, None)
+
+    with pytest.raises(ValueError, match=r"tasks of unanswered carry no answer.*policy\.path"):
+        list(training_problems(Unanswered(), 1, 0))
 
 
 def test_no_example_is_a_heldout_problem():
@@ -253,7 +274,7 @@ def test_no_example_is_a_heldout_problem():
 
 
 def test_a_warm_start_is_made_once(tmp_path: Path):
-    """One real supervised run; what interrupts leave behind is not taken for a policy."""
+    """Two real supervised runs; what interrupts leave behind is not taken for a policy."""
     config = run_config(tmp_path)
     key = warm_start_key(warm_start(config), config)
     leftover = tmp_path / ".making-leftover" / "trained"
@@ -279,7 +300,8 @@ def test_a_warm_start_is_made_once(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("steps", 4), ("seed", 1), ("learning_rate", 2e-3), ("num_problems", 95)]
+    ("key", "value"),
+    [("steps", 4), ("seed", 1), ("learning_rate", 2e-3), ("num_problems", 95), ("habit", None)],
 )
 def test_whatever_shapes_the_policy_names_another_one(tmp_path: Path, key: str, value: Any):
     config, changed = run_config(tmp_path), run_config(tmp_path, **{key: value})
