@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 
-.PHONY: install cycle seeds test unit faults integration check format clean
+.PHONY: install cycle seeds test unit faults integration check format docs clean
 
 install: $(STAMP)
 
@@ -41,6 +41,10 @@ check: install
 format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The tables, views, rules and run-file keys, printed from the code.
+docs: install
+	$(BIN)/python -m flows.reference docs/reference.md
 
 clean:
 	rm -rf var build *.egg-info

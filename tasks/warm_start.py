@@ -10,10 +10,10 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 
 from schemas.config import RunConfig, WarmStart
-from tasks import policy as policy_module
 from tasks.environments import make_environment
 from tasks.environments.protocol import Environment
 from tasks.policy import (
@@ -25,6 +25,19 @@ from tasks.policy import (
 )
 from tasks.renderers import Renderer
 from tasks.train import torchrun
+
+
+_ROOMS = Path(__file__).parents[1]
+SOURCES = (
+    "tasks/policy.py",
+    "tasks/renderers.py",
+    "trainers/losses.py",
+    "trainers/optimizer.py",
+    "trainers/packing.py",
+    "trainers/policy.py",
+    "trainers/supervised.py",
+)
+PACKAGES = ("reasoning-gym", "tokenizers", "torch", "transformers")
 
 
 class WarmStartFailed(RuntimeError):
@@ -52,12 +65,13 @@ def starting_checkpoint(config: RunConfig) -> Path:
 
 
 def warm_start_key(settings: WarmStart, config: RunConfig) -> str:
-    """16 hex digits over the settings, the environment and the code that makes the policy."""
+    """16 hex digits over settings, environment, and the code and packages that make the policy."""
     made_of = {
         "settings": settings.model_dump(mode="json", exclude={"cache"}),
         "environment": config.environment.model_dump(mode="json"),
         "ranks": config.trainer.ranks,
-        "source": Path(policy_module.__file__).read_text(),
+        "sources": {name: (_ROOMS / name).read_text() for name in SOURCES},
+        "packages": {name: version(name) for name in PACKAGES},
     }
     return hashlib.blake2b(json.dumps(made_of, sort_keys=True).encode(), digest_size=8).hexdigest()
 

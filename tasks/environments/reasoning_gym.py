@@ -26,8 +26,12 @@ UNRELIABLE = {
 }
 """Datasets whose scorers reward wrong answers or refuse right ones."""
 
-MAX_SEED = 2**31
-"""Item seeds are kept where every dataset accepts them."""
+NUM_ITEMS = 2**31
+"""Items of a dataset: item seeds are kept where every dataset accepts them."""
+
+LAID_OUT = {"acre", "gsm_symbolic", "list_functions", "word_ladder"}
+NUM_ITEMS_LAID_OUT = 20_000
+"""Items of a dataset that lays all of them out in memory when it is made; word_ladder's bound."""
 
 TRY_AGAIN = "That is not right. Try again."
 
@@ -134,7 +138,7 @@ class ReasoningGym:
         step = 0
         while True:
             digest = hashlib.blake2b(f"{seed}/{step}".encode(), digest_size=8).digest()
-            entry = self._dataset[int.from_bytes(digest) % MAX_SEED]
+            entry = self._dataset[int.from_bytes(digest) % len(self._dataset)]
             text = entry["question"]
             yield Task(
                 task_id=task_hash(text)[:32],
@@ -153,7 +157,8 @@ def _make_dataset(name: str, options: dict[str, Any], where: str) -> Any:
             f"{where}.dataset_options: {name} has no option {', '.join(unknown)}; it has "
             f"{', '.join(sorted(known))}."
         )
+    size = NUM_ITEMS_LAID_OUT if name in LAID_OUT else NUM_ITEMS
     try:
-        return reasoning_gym.create_dataset(name, seed=0, size=MAX_SEED, **options)
+        return reasoning_gym.create_dataset(name, seed=0, size=size, **options)
     except (AssertionError, TypeError, ValueError) as error:
         raise ValueError(f"{where}.dataset_options: {name} refuses them: {error}.") from None

@@ -108,6 +108,13 @@ def test_terms_cover_the_whole_range():
     assert sum(values) / len(values) == pytest.approx(50.0, abs=2.0)
 
 
+@pytest.mark.parametrize("dataset", ["gsm_symbolic", "list_functions", "word_ladder"])
+def test_a_dataset_that_lays_out_its_items_is_kept_small(dataset: str):
+    environment = ReasoningGym(dataset=dataset)
+    task = environment.sample(1)
+    assert environment.verify(task, task.payload["answer"], 0).reward == 1.0
+
+
 def test_too_few_heldout_problems_are_an_error():
     environment = ReasoningGym(
         dataset="basic_arithmetic", dataset_options=SUMS | {"min_digits": 1, "max_digits": 1}
