@@ -7,54 +7,51 @@ event loop beside it; the trainer is another process, reached through the lake a
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Coroutine
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
-import pyarrow as pa
-import pyarrow.compute as pc
-
+from flows.commits import (
+    Phases,
+    admit_batch,
+    commit_trained,
+    drop_groups,
+    group_members,
+    judge_batch,
+    publish_trained,
+    refuse_window,
+)
 from flows.evaluation import evaluate
-from flows.opening import OpenRun, serve
+from flows.opening import OpenRun, Report, serve
 from flows.windows import commit_window, gate1_limits
 from tasks.admit import may_start, select_groups
-from tasks.lake.batches import read_batch, trajectories_hash, write_batch
 from tasks.lake.lease import renew_if_due
 from tasks.lake.ledger import Entry
 from tasks.progress import Progress, read_progress, unpublished_batch
-from tasks.publish import publication_row, publish_version, relative_uri
-from tasks.record import Window, quarantine_rows, record_rollouts
+from tasks.record import Window, quarantine_rows
 from tasks.rollout import Rollout, RolloutContext, sample_group
 from tasks.seeds import derive_seed
-from tasks.train import TrainerJob, judge_scores, write_ids_of, written_under_lease
+from tasks.train import TrainerJob, written_under_lease
+
+T = TypeVar("T")
 
 POLL_S = 0.05
-
-
-class BatchRefused(RuntimeError):
-    """A gate refused what would have been trained. Nothing was trained on it."""
-
-
-@dataclass(frozen=True)
-class Phases:
-    """The cycle's heavy steps, as plain functions; Prefect hands in the same ones as tasks."""
-
-    record: Callable[..., Any] = record_rollouts
-    admit: Callable[..., Any] = write_batch
-    judge: Callable[..., Any] = judge_scores
-    publish: Callable[..., Any] = publish_version
+RENEW_S = 5.0
 
 
 @dataclass
 class Cycle:
+    """`run` stands at this cycle; `context` holds its attached engine."""
+
     run: OpenRun
     context: RolloutContext
-    phases: Phases = Phases()
-    report: Callable[[dict[str, Any]], None] = lambda event: None
+    phases: Phases = field(default_factory=Phases)
+    report: Report = lambda event: None
     seconds: dict[str, float] = field(default_factory=dict)
     in_flight: dict[int, asyncio.Task[list[Rollout]]] = field(default_factory=dict)
     _progress: tuple[int, Progress] | None = None
+    _last_advance: float = 0.0
 
     @property
     def until_batch(self) -> int:
@@ -75,8 +72,7 @@ class Cycle:
         by then stays, and executing the cycle again goes on from there.
         """
         run = self.run
-        opened = run.ledger.last("cycle_opened", cycle=run.cycle)
-        if opened is None:
+        if run.ledger.last("cycle_opened", cycle=run.cycle) is None:
             run.commit("cycle_opened")
         if (trained := unpublished_batch(run.ledger)) is not None:
             await self.publish(trained)
@@ -96,9 +92,22 @@ class Cycle:
             self._progress = (num_entries, read_progress(self.run.lake, self.run.run_id))
         return self._progress[1]
 
+    async def holding_lease(self, work: Coroutine[Any, Any, T]) -> T:
+        """Awaits `work`, which may outlast the lease, and renews the lease meanwhile."""
+        task = asyncio.create_task(work)
+        try:
+            while not task.done():
+                await asyncio.wait([task], timeout=RENEW_S)
+                renew_if_due(self.run.ledger, self.run.lease)
+        finally:
+            task.cancel()
+        return task.result()
+
     async def evaluate(self, version: int) -> None:
         with self.timed("evaluate"):
-            pass_at_1 = await evaluate(self.run, self.context, version, self.phases.record)
+            pass_at_1 = await self.holding_lease(
+                evaluate(self.run, self.context, version, self.phases.record)
+            )
         self.report({"event": "evaluated", "version": version, "pass_at_1": pass_at_1})
 
     async def train_batches(self) -> None:
@@ -110,6 +119,7 @@ class Cycle:
             lease=self.run.lease,
             until_batch=self.until_batch,
         )
+        self._last_advance = time.monotonic()
         try:
             while (progress := self.progress()).batches_trained < self.until_batch:
                 if self.dispatch(progress) or self.collect() or self.admit(progress):
@@ -119,7 +129,7 @@ class Cycle:
                 renew_if_due(self.run.ledger, self.run.lease)
                 await self.wait()
             with self.timed("sample"):
-                await self.drain()
+                await self.holding_lease(self.drain())
         finally:
             for task in self.in_flight.values():
                 task.cancel()
@@ -165,6 +175,7 @@ class Cycle:
         """Records finished groups once they fill a batch, or once nothing else is running.
 
         With k = 0 that is the whole window, so that a resume samples the same composition again.
+        Raises `BatchRefused` if gate 1 refuses the window.
         """
         finished = {group: task for group, task in self.in_flight.items() if task.done()}
         idle = len(finished) == len(self.in_flight)
@@ -172,14 +183,10 @@ class Cycle:
         if not finished or not enough:
             return False
         rollouts = [rollout for task in finished.values() for rollout in task.result()]
-        self.report(
-            {
-                "event": "sampled",
-                "action_tokens": sum(r.trajectory["num_action_tokens"] for r in rollouts),
-            }
-        )
         for group in finished:
             del self.in_flight[group]
+        num_actions = sum(r.trajectory["num_action_tokens"] for r in rollouts)
+        self.report({"event": "sampled", "action_tokens": num_actions})
         with self.timed("record"):
             recorded = self.phases.record(
                 self.run.lake,
@@ -191,34 +198,17 @@ class Cycle:
                 scope=f"window of {len(finished)} groups",
             )
             if not recorded.judgement.ok:
-                self.refuse_window(recorded)
+                raise refuse_window(self.run, recorded, self.progress().batches_trained + 1)
             commit_window(self.run, recorded)
-        rewards = [r.trajectory["reward"] for r in rollouts if r.trajectory["reward"] is not None]
-        self.report(
-            {
-                "event": "recorded",
-                "trajectories": len(rollouts),
-                "quarantined": recorded.num_quarantined,
-                "reward_mean": sum(rewards) / max(len(rewards), 1),
-            }
-        )
+        if recorded.num_quarantined:
+            self.report(
+                {
+                    "event": "dropped",
+                    "trajectories": recorded.num_quarantined,
+                    "reason": "gate 1 or a failure; see the quarantine table",
+                }
+            )
         return True
-
-    def refuse_window(self, recorded: Any) -> None:
-        batch = self.progress().batches_trained + 1
-        self.run.commit(
-            "batch_refused",
-            batch=batch,
-            write_ids=recorded.write_ids,
-            num_trajectories=len(recorded.trajectory_ids),
-            trajectories_hash=trajectories_hash(recorded.trajectory_ids),
-            details={"admission": None, "gate": 1, "reason": recorded.judgement.reason},
-        )
-        raise BatchRefused(
-            f"Gate 1 refused {len(recorded.trajectory_ids)} trajectories meant for batch {batch}: "
-            f"{recorded.judgement.reason}. Nothing was trained on them; mend the cause and run "
-            "again to sample them anew."
-        )
 
     async def drain(self) -> None:
         """Lets rollouts in flight end and records them: the next cycle may train them."""
@@ -227,10 +217,10 @@ class Cycle:
             self.collect(everything=True)
 
     def admit(self, progress: Progress) -> bool:
-        """Freezes the next batch if enough whole groups wait and none is open."""
+        """Admits the next batch if enough whole groups wait and none is open."""
         if progress.open_admission is not None:
             return False
-        run, config = self.run, self.run.config
+        config = self.run.config
         batch = progress.batches_trained + 1
         selection = select_groups(
             progress.finished,
@@ -241,147 +231,53 @@ class Cycle:
             order=config.asynchrony.order,
         )
         if selection.stale:
-            self.drop(selection.stale, "stale", f"older than max_lag when batch {batch} was chosen")
+            reason = f"older than max_lag when batch {batch} was chosen"
+            num_dropped = drop_groups(self.run, selection.stale, "stale", reason)
+            self.report({"event": "dropped", "trajectories": num_dropped, "reason": "stale"})
         if selection.admitted is None:
             return bool(selection.stale)
-        ids = [row["trajectory_id"] for row in self.members(selection.admitted)]
-        admission = len(run.ledger.entries)
         with self.timed("admit"):
-            write_id = self.phases.admit(
-                run.lake,
-                run_id=run.run_id,
-                cycle=run.cycle,
-                lease=run.lease,
-                admission=admission,
-                batch=batch,
-                trajectory_ids=ids,
-            )
-            entry = run.commit(
-                "batch_admitted",
-                batch=batch,
-                write_ids=(write_id,),
-                num_trajectories=len(ids),
-                trajectories_hash=trajectories_hash(ids),
-            )
-        assert entry.seq == admission, "only the lease holder appends"
+            admit_batch(self.run, self.phases, batch, selection.admitted)
+        self._last_advance = time.monotonic()
         return True
-
-    def members(self, groups: tuple[int, ...]) -> list[dict[str, Any]]:
-        """Trajectory and group ids of whole groups, in (group_id, sample_index) order."""
-        rows = self.run.lake.read(
-            "trajectories",
-            run_id=self.run.run_id,
-            columns=["trajectory_id", "group_id"],
-            where="list_contains(?, group_id)",
-            params=[list(groups)],
-            order_by="group_id, sample_index",
-        )
-        return rows.to_pylist()
-
-    def drop(self, groups: tuple[int, ...], rule: str, reason: str) -> None:
-        rows = quarantine_rows(self.members(groups), rule=rule, action="drop", reason=reason)
-        self.run.commit(
-            "rollouts_recorded",
-            write_ids=(self.run.append("quarantine", rows),),
-            num_trajectories=0,
-            details={"dropped": len(rows), "rule": rule},
-        )
-        self.report({"event": "dropped", "trajectories": len(rows), "reason": rule})
 
     async def advance(self, progress: Progress, trainer: TrainerJob) -> bool:
         """Takes what the trainer has written since: scores to gate 2, or steps to the ledger."""
         admitted = progress.open_admission
-        assert admitted is not None and admitted.batch is not None
-        table = "steps" if progress.accepted else "scores"
+        assert admitted is not None
         rows = written_under_lease(
-            self.run.lake, table, self.run.run_id, self.run.lease, "admission", admitted.seq
+            self.run.lake,
+            "steps" if progress.accepted else "scores",
+            self.run.run_id,
+            self.run.lease,
+            "admission",
+            admitted.seq,
         )
         if rows.num_rows == 0:
-            trainer.check_alive()
+            waited_s = time.monotonic() - self._last_advance
+            trainer.check_alive(waited_s, self.run.config.trainer.timeout_s)
             return False
-        if progress.accepted:
-            await self.commit_trained(admitted, rows)
-        else:
-            self.judge_batch(admitted, rows)
+        self._last_advance = time.monotonic()
+        if not progress.accepted:
+            with self.timed("judge"):
+                judge_batch(self.run, self.phases, admitted, rows)
+            return True
+        trained = commit_trained(self.run, admitted, rows)
+        self.report({"event": "trained", "batch": admitted.batch, "steps": rows.to_pylist()})
+        await self.publish(trained)
         return True
 
-    def judge_batch(self, admitted: Entry, scores: pa.Table) -> None:
-        run = self.run
-        with self.timed("judge"):
-            batch = read_batch(run.lake, run.run_id, admitted.seq)
-            judgement = self.phases.judge(
-                batch.segments, scores, run.config, batch=batch.batch, admission=admitted.seq
-            )
-        write_ids = (
-            *write_ids_of(scores),
-            run.append("validations", judgement.validations()),
-        )
-        if judgement.ok:
-            run.commit(
-                "batch_accepted",
-                batch=admitted.batch,
-                write_ids=write_ids,
-                num_trajectories=admitted.num_trajectories,
-                trajectories_hash=admitted.trajectories_hash,
-                details={"admission": admitted.seq},
-            )
-            return
-        refused = quarantine_rows(
-            batch.trajectories.select(["trajectory_id", "group_id"]).to_pylist(),
-            rule="refused",
-            action="refuse",
-            reason=judgement.reason,
-        )
-        run.commit(
-            "batch_refused",
-            batch=admitted.batch,
-            write_ids=(*write_ids, run.append("quarantine", refused)),
-            num_trajectories=admitted.num_trajectories,
-            trajectories_hash=admitted.trajectories_hash,
-            details={"admission": admitted.seq, "gate": 2, "reason": judgement.reason},
-        )
-        first, last = refused[0]["trajectory_id"], refused[-1]["trajectory_id"]
-        raise BatchRefused(
-            f"Gate 2 refused batch {admitted.batch} ({len(refused)} trajectories, {first} to "
-            f"{last}): {judgement.reason}. Nothing was trained on it; mend the cause and run again "
-            "to sample other groups."
-        )
-
-    async def commit_trained(self, admitted: Entry, steps: pa.Table) -> None:
-        last = steps.filter(pc.field("checkpoint").is_valid()).to_pylist()[0]
-        trained = self.run.commit(
-            "batch_trained",
-            batch=admitted.batch,
-            write_ids=tuple(write_ids_of(steps)),
-            num_trajectories=admitted.num_trajectories,
-            trajectories_hash=admitted.trajectories_hash,
-            checkpoint=last["checkpoint"],
-            root_hash=last["root_hash"],
-            details={"admission": admitted.seq},
-        )
-        self.report({"event": "trained", "batch": admitted.batch, "steps": steps.to_pylist()})
-        await self.publish(trained)
-
     async def publish(self, trained: Entry) -> None:
-        run = self.run
         with self.timed("publish"):
-            publication = self.phases.publish(run.config, run.ledger, trained, run.lease)
-            run.commit(
-                "version_published",
-                batch=trained.batch,
-                version=trained.batch,
-                root_hash=publication.root_hash,
-                write_ids=(run.append("publications", [publication_row(run.config, publication)]),),
-                details={"uri": relative_uri(run.config, publication)},
-            )
-            await serve(run, self.context.engine, publication.version)
+            version = publish_trained(self.run, self.phases, trained)
+            await self.holding_lease(serve(self.run, self.context.engine, version))
 
     def close(self) -> None:
+        """Commits `cycle_closed`; the run's last cycle drops what no batch will train."""
         run, progress = self.run, self.progress()
         write_ids: tuple[str, ...] = ()
-        is_last = run.cycle + 1 >= run.config.run.num_cycles
-        if is_last and progress.finished:
-            surplus = self.members(tuple(g.group_id for g in progress.finished))
+        if run.cycle + 1 >= run.config.run.num_cycles and progress.finished:
+            surplus = group_members(run, [group.group_id for group in progress.finished])
             rows = quarantine_rows(
                 surplus, rule="surplus", action="drop", reason="the run ended before its batch"
             )
@@ -392,4 +288,3 @@ class Cycle:
             write_ids=write_ids,
             details={"seconds": {phase: round(s, 3) for phase, s in self.seconds.items()}},
         )
-        self.report({"event": "cycle_closed", "cycle": run.cycle})

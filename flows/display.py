@@ -7,6 +7,17 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+SIGNAL_HEADERS = {
+    "max_w": "max w",
+    "mean_lag_steps": "lag, steps",
+    "stall_share": "stall",
+    "mfu": "MFU",
+    "reward_mean": "reward",
+    "heldout_pass_at_1": "held-out",
+    "entropy_mean": "entropy",
+    "gradient_norm": "grad norm",
+}
+
 
 class RunDisplay:
     """Turns the cycle's events into progress bars, or into a line a batch where there is no
@@ -39,7 +50,13 @@ class RunDisplay:
     def __call__(self, event: dict[str, Any]) -> None:
         match event["event"]:
             case "opening":
-                self.console.print(event["text"])
+                start = event["policy"]["path"]
+                if start is None:
+                    start = (
+                        f"the warm-started policy in {event['policy']['warm_start']['cache']} "
+                        "(made now if it is not there, which takes a minute or two)"
+                    )
+                self.console.print(f"version 0: {start}", soft_wrap=True)
             case "cycle":
                 self.console.print(f"cycle {event['cycle']} (of {event['of']})")
             case "dispatched":
@@ -74,7 +91,8 @@ class RunDisplay:
             f"reward {reward:.3f}  max w {max(s['max_w'] for s in steps):.4f}  "
             f"lag {max(s['mean_lag_steps'] for s in steps):.2f}  "
             f"entropy {last['entropy_mean']:.3f}  grad {last['gradient_norm']:.3f}  "
-            f"{self._tokens_per_s:,.0f} tok/s  train {seconds:.1f} s"
+            f"{self._tokens_per_s:,.0f} tok/s  train {seconds:.1f} s",
+            soft_wrap=True,
         )
 
 
@@ -90,17 +108,15 @@ def print_summary(console: Console, summary: dict[str, Any]) -> None:
     """The end of a run, for people."""
     signals = summary["signals"]
     table = Table(title="signals by step", title_justify="left")
-    names = [name for name in (signals[0] if signals else {}) if name != "step"]
-    table.add_column("step", justify="right")
-    for name in names:
-        table.add_column(name, justify="right")
+    for header in ("step", *SIGNAL_HEADERS.values()):
+        table.add_column(header, justify="right")
     shown = signals if len(signals) <= 12 else [*signals[:5], *signals[-7:]]
     previous = 0
     for row in shown:
         if row["step"] > previous + 1:
             table.add_section()
         previous = row["step"]
-        table.add_row(str(row["step"]), *(_number(row[name]) for name in names))
+        table.add_row(str(row["step"]), *(_number(row[name]) for name in SIGNAL_HEADERS))
     if signals:
         console.print(table)
     before, after, gain = (summary[f"pass_at_1_{name}"] for name in ("before", "after", "gain"))

@@ -1,5 +1,6 @@
 """Open or resume a run: its lake, its lease, version 0, and an engine that proved itself."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,6 +22,9 @@ from tasks.rollout import RolloutContext
 from tasks.train import run_store
 from tasks.warm_start import starting_checkpoint
 from tasks.weights.importing import import_anchor
+
+Report = Callable[[dict[str, Any]], None]
+"""Takes what happens, as it happens, for whoever watches; nothing depends on it."""
 
 
 class EngineRefused(RuntimeError):
@@ -65,7 +69,7 @@ class OpenRun:
         )
 
 
-def open_run(config: RunConfig, source: str, *, take_over: bool = False) -> OpenRun:
+def open_run(config: RunConfig, source: str, report: Report, *, take_over: bool = False) -> OpenRun:
     """Creates the run or resumes it, takes its lease, and sees that version 0 is published.
 
     Raises `ValueError` if the configuration differs from the run's in a key that may not change,
@@ -86,14 +90,18 @@ def open_run(config: RunConfig, source: str, *, take_over: bool = False) -> Open
             f"{source}: run {config.run.run_id} began with other values: {', '.join(changed)}. "
             "Put them back, or give the run another run_id, lake and store."
         )
+    checkpoint = None
+    if ledger.last("version_published") is None:
+        report({"event": "opening", "policy": config.policy.model_dump(mode="json")})
+        # It may take longer than a lease lives, and needs none: it touches nothing of the run.
+        checkpoint = starting_checkpoint(config)
     run = OpenRun(config, lake, take_lease(ledger, take_over=take_over))
     if ledger.last("version_published") is None:
-        _publish_version_0(run)
+        _publish_version_0(run, checkpoint or starting_checkpoint(config))
     return run
 
 
-def _publish_version_0(run: OpenRun) -> None:
-    checkpoint = starting_checkpoint(run.config)
+def _publish_version_0(run: OpenRun, checkpoint: Path) -> None:
     publication = import_anchor(checkpoint, run_store(run.config) / "weights", lease=run.lease)
     renderer = Renderer(Path(publication.uri))
     run.commit(

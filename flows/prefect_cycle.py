@@ -16,7 +16,8 @@ from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 
-from flows.cycle import Cycle, Phases
+from flows.commits import Phases
+from flows.cycle import Cycle
 
 PREFECT_HOME = Path("var/prefect")
 STARTUP_TIMEOUT_S = 120.0

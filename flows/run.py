@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from flows.cycle import Cycle
-from flows.opening import OpenRun, attach, open_run, published_dir
+from flows.opening import OpenRun, Report, attach, open_run, published_dir
 from schemas.config import RunConfig
 from tasks.engines.protocol import RolloutEngine
 from tasks.engines.torch_engine import TorchEngine
 
-Report = Callable[[dict[str, Any]], None]
 EngineFactory = Callable[[RunConfig, Path], RolloutEngine]
 CycleRunner = Callable[[Cycle], Awaitable[None]]
 
@@ -59,7 +58,7 @@ async def execute_run(
             f"--until-cycle {last}: {source} has {config.run.num_cycles} cycles; give a number "
             f"from 1 to that, or raise run.num_cycles."
         )
-    run = open_run(config, source, take_over=take_over)
+    run = open_run(config, source, report, take_over=take_over)
     if num_closed_cycles(run) >= last:
         return run
     run.cycle = num_closed_cycles(run)

@@ -2,20 +2,10 @@
 
 from typing import Any
 
+from flows.display import SIGNAL_HEADERS
 from flows.opening import OpenRun
 from tasks.evaluate import estimate_pass_at_k, heldout_results, paired_gain
 from tasks.query import connect
-
-SIGNALS = (
-    "max_w",
-    "mean_lag_steps",
-    "stall_share",
-    "mfu",
-    "reward_mean",
-    "heldout_pass_at_1",
-    "entropy_mean",
-    "gradient_norm",
-)
 
 
 def summarise(run: OpenRun) -> dict[str, Any]:
@@ -55,7 +45,7 @@ def summarise(run: OpenRun) -> dict[str, Any]:
         for name, value in zip(("score", "train", "checkpoint"), trained, strict=True)
     }
     signals = connection.sql(
-        f"SELECT step, {', '.join(SIGNALS)} FROM signals_by_step {where} ORDER BY step"
+        f"SELECT step, {', '.join(SIGNAL_HEADERS)} FROM signals_by_step {where} ORDER BY step"
     )
     ended = dict(
         connection.sql(
@@ -78,6 +68,8 @@ def summarise(run: OpenRun) -> dict[str, Any]:
         ),
         "trajectories": ended,
         "seconds": seconds,
-        "signals": [dict(zip(("step", *SIGNALS), row, strict=True)) for row in signals.fetchall()],
+        "signals": [
+            dict(zip(("step", *SIGNAL_HEADERS), row, strict=True)) for row in signals.fetchall()
+        ],
         "lake": run.lake.uri,
     }

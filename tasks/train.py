@@ -82,9 +82,15 @@ class TrainerJob:
         )
         return cls(process, log)
 
-    def check_alive(self) -> None:
-        """Raises `TrainerFailed` with the end of the log if the job has ended."""
+    def check_alive(self, waited_s: float, timeout_s: float) -> None:
+        """Raises `TrainerFailed` with the end of the log if the job has ended, or has written
+        nothing for `timeout_s` seconds."""
         code = self.process.poll()
+        if code is None and waited_s > timeout_s:
+            raise TrainerFailed(
+                f"The trainer job has written nothing for {waited_s:.0f} s; its log is {self.log}. "
+                "Raise trainer.timeout_s if its batches take that long, and run again to resume."
+            )
         if code is not None:
             tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-30:])
             raise TrainerFailed(

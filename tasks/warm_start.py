@@ -6,7 +6,7 @@ included, so an edit makes a new one and an interrupted run leaves nothing that 
 
 import hashlib
 import json
-import shutil
+import os
 import tempfile
 from collections.abc import Sequence
 from functools import partial
@@ -25,7 +25,6 @@ from tasks.policy import (
 )
 from tasks.renderers import Renderer
 from tasks.train import torchrun
-
 
 _ROOMS = Path(__file__).parents[1]
 SOURCES = (
@@ -99,7 +98,9 @@ def ensure_warm_start(settings: WarmStart, config: RunConfig, environment: Envir
                 forgetful_answers(problems, habit.forgotten_carry_share, settings.seed)
             )
             made = supervise("skilled", "habitual", forgetful, habit.steps, habit.learning_rate)
-        shutil.move(made, finished)
+        # Another run may have made the same policy meanwhile; either will do.
+        if not finished.is_dir():
+            os.rename(made, finished)
     return finished
 
 

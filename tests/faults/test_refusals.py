@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from flows.cycle import BatchRefused
+from flows.commits import BatchRefused
 from flows.opening import EngineRefused
 from flows.run import build_engine, execute_run_sync
 from schemas.config import RunConfig
