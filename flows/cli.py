@@ -116,8 +116,7 @@ def sql(
     from tasks.lake.lake import Lake
     from tasks.query import connect, run_query
 
-    relation = run_query(connect(Lake.open(lake)), query)
-    names, rows = relation.columns, relation.fetchall()
+    names, rows = run_query(connect(Lake.open(lake)), query)
     if as_json:
         _emit([dict(zip(names, row, strict=True)) for row in rows])
     elif as_csv:
@@ -176,7 +175,8 @@ def trajectory(
     if as_json:
         _emit(found)
         return
-    tokens = found.pop("tokens")
+    # Quoted, so that a space is seen and a newline keeps its line.
+    tokens = [token | {"text": repr(token["text"])} for token in found.pop("tokens")]
     _print_rows(list(found), [tuple(found.values())])
     _print_rows(list(tokens[0]), [tuple(token.values()) for token in tokens])
 

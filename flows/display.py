@@ -135,8 +135,7 @@ def print_summary(console: Console, summary: dict[str, Any]) -> None:
     lake = summary["lake"]
     console.print("\nWhere to look next:", style="bold")
     for line in (
-        f'rollhouse sql --lake {lake} "FROM mismatch_by_step"',
-        f'rollhouse sql --lake {lake} "FROM signals_by_step"',
+        f'rollhouse sql --lake {lake} "SELECT step, w_max, kl_k3, ess_frac FROM mismatch_by_step"',
         f"rollhouse trajectory --lake {lake}",
         f"rollhouse weights list --lake {lake}",
         "rollhouse views",

@@ -104,4 +104,4 @@ def _clock() -> dict[str, Any]:
 
 def _prefect() -> dict[str, Any]:
     url = os.environ.get("PREFECT_API_URL")
-    return _check("prefect", True, url or "embedded API, no server", "")
+    return _check("prefect", True, url or "the run brings its own API, on loopback", "")

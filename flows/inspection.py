@@ -4,8 +4,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-from schemas.config import RunConfig
+from schemas.config import RunConfig, parse_run_config
 from tasks.lake.lake import Lake
+from tasks.lake.ledger import Entry
 from tasks.progress import read_progress
 from tasks.publish import version_dir
 from tasks.query import connect
@@ -15,7 +16,19 @@ from tasks.weights.anchors import export, load_publication, read_anchor
 
 def run_config(lake: Lake, run_id: str) -> RunConfig:
     """The configuration that the run began with."""
-    return RunConfig.model_validate(lake.ledger(run_id).entries[0].details["config"])
+    details = lake.ledger(run_id).entries[0].details
+    return parse_run_config(details["config"], f"the ledger of run {run_id}")
+
+
+def _version_folder(lake: Lake, run_id: str, published: Entry) -> Path:
+    config = run_config(lake, run_id)
+    folder = version_dir(config, published.details["uri"])
+    if not folder.is_dir():
+        raise ValueError(
+            f"{folder} is not there. The run's store is {config.run.store!r}, which a relative "
+            "path looks up from the working directory: call from where the run was started."
+        )
+    return folder
 
 
 def run_status(lake: Lake, run_id: str) -> dict[str, Any]:
@@ -24,6 +37,8 @@ def run_status(lake: Lake, run_id: str) -> dict[str, Any]:
     holder = ledger.last("lease_taken")
     newest = ledger.entries[-1]
     refused = ledger.last("batch_refused")
+    if refused is not None and (refused.batch or 0) <= progress.batches_trained:
+        refused = None
     attested = lake.read(
         "attestations", run_id=run_id, columns=["engine_id", "version"], where="ok"
     ).to_pylist()
@@ -40,7 +55,7 @@ def run_status(lake: Lake, run_id: str) -> dict[str, Any]:
         "engines": ", ".join(f"{name} at {version}" for name, version in engines.items()),
         "waiting_for": waits,
         "groups_waiting": len(progress.finished),
-        "last_refusal": None if refused is None else refused.details["reason"],
+        "open_refusal": None if refused is None else refused.details["reason"],
         "lease": None
         if holder is None
         else f"{holder.seq} (pid {holder.details['pid']} on {holder.details['host']})",
@@ -78,7 +93,7 @@ def export_version(lake: Lake, run_id: str, version: int, to_dir: Path) -> dict[
         newest = ledger.last("version_published")
         known = "none" if newest is None else f"0 to {newest.version}"
         raise ValueError(f"Run {run_id} has not published version {version}; it has {known}.")
-    folder = version_dir(run_config(lake, run_id), entry.details["uri"])
+    folder = _version_folder(lake, run_id, entry)
     publication = load_publication(folder)
     if publication.root_hash != entry.root_hash:
         raise ValueError(
@@ -123,7 +138,7 @@ def trajectory_tokens(lake: Lake, run_id: str, trajectory_id: str | None) -> dic
         )
     first = lake.ledger(run_id).last("version_published", version=0)
     assert first is not None
-    renderer = Renderer(version_dir(run_config(lake, run_id), first.details["uri"]))
+    renderer = Renderer(_version_folder(lake, run_id, first))
     tokens = connection.execute(
         "SELECT t.position, t.token_id, t.kind, t.weight_version AS version,"
         " t.rollout_logprob AS log_mu, s.old_logprob AS log_pi, s.delta AS log_w"

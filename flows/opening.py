@@ -8,7 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from schemas.config import RunConfig, changed_keys
+from schemas.config import RunConfig, changed_keys, parse_run_config
 from schemas.tables import TABLES
 from tasks.engines.probe import ProbeResult, probe
 from tasks.engines.protocol import RolloutEngine
@@ -69,11 +69,10 @@ class OpenRun:
         )
 
 
-def open_run(config: RunConfig, source: str, report: Report, *, take_over: bool = False) -> OpenRun:
-    """Creates the run or resumes it, takes its lease, and sees that version 0 is published.
+def find_run(config: RunConfig, source: str) -> OpenRun:
+    """Creates the run or finds it, without its lease.
 
-    Raises `ValueError` if the configuration differs from the run's in a key that may not change,
-    and `LeaseHeld` if another controller is at work.
+    Raises `ValueError` if the configuration differs from the run's in a key that may not change.
     """
     lake = Lake.create(config.run.lake)
     ledger = lake.ledger(config.run.run_id)
@@ -84,21 +83,30 @@ def open_run(config: RunConfig, source: str, report: Report, *, take_over: bool 
             cycle=0,
             details={"config": config.model_dump(mode="json"), "source": source},
         )
-    began_with = RunConfig.model_validate(ledger.entries[0].details["config"])
+    began_with = parse_run_config(
+        ledger.entries[0].details["config"], f"the ledger of run {config.run.run_id}"
+    )
     if changed := changed_keys(began_with, config):
         raise ValueError(
             f"{source}: run {config.run.run_id} began with other values: {', '.join(changed)}. "
             "Put them back, or give the run another run_id, lake and store."
         )
+    return OpenRun(config, lake, ledger.lease)
+
+
+def take_run(run: OpenRun, report: Report, *, take_over: bool = False) -> None:
+    """Takes the run's lease and sees that version 0 is published.
+
+    Raises `LeaseHeld` if another controller is at work.
+    """
     checkpoint = None
-    if ledger.last("version_published") is None:
-        report({"event": "opening", "policy": config.policy.model_dump(mode="json")})
+    if run.ledger.last("version_published") is None:
+        report({"event": "opening", "policy": run.config.policy.model_dump(mode="json")})
         # It may take longer than a lease lives, and needs none: it touches nothing of the run.
-        checkpoint = starting_checkpoint(config)
-    run = OpenRun(config, lake, take_lease(ledger, take_over=take_over))
-    if ledger.last("version_published") is None:
-        _publish_version_0(run, checkpoint or starting_checkpoint(config))
-    return run
+        checkpoint = starting_checkpoint(run.config)
+    run.lease = take_lease(run.ledger, take_over=take_over)
+    if run.ledger.last("version_published") is None:
+        _publish_version_0(run, checkpoint or starting_checkpoint(run.config))
 
 
 def _publish_version_0(run: OpenRun, checkpoint: Path) -> None:
@@ -140,6 +148,7 @@ async def serve(run: OpenRun, engine: RolloutEngine, version: int) -> None:
     }
     run.pending.append(run.append("attestations", [row]))
     if not attestation.ok:
+        run.commit("lease_renewed")  # Names what the engine said, which nothing else would.
         raise EngineRefused(
             f"Engine {attestation.engine_id} could not attest version {version}: "
             f"{attestation.reason}; no request was sent to it. Run again to retry."
@@ -165,6 +174,7 @@ async def attach(run: OpenRun, engine: RolloutEngine) -> RolloutContext:
     result = await _probe_where_uncertain(run, engine, renderer, published.version, prompt)
     run.pending.append(run.append("validations", _probe_rows(result)))
     if not result.ok:
+        run.commit("lease_renewed")
         raise EngineRefused(f"The engine is not attached: {result.reason}")
     return RolloutContext(engine, environment, renderer, run.config.run.seed)
 

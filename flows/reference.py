@@ -10,6 +10,7 @@ import inspect
 import json
 import sys
 from collections.abc import Iterable, Iterator
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -73,23 +74,16 @@ def _columns_of_view(name: str, sql: str) -> str:
 
 
 def _rules(gate: int, rules: tuple[Rule, ...]) -> str:
-    rows = (
-        (
-            f"`{r.id}`",
-            r.severity,
-            r.level,
-            r.description,
-            r.protects_against,
-            str(r.maximum).removesuffix(".0"),
-        )
-        for r in rules
-    )
-    return f"### Gate {gate}\n\n" + _table(
-        ("rule", "severity", "counted for each", "holds when", "protects against", "largest count"),
-        rows,
-    )
+    header = ("rule", "severity", "counted for each", "holds when", "protects against", "at most")
+    rows = []
+    for rule in rules:
+        at_most = str(rule.maximum).removesuffix(".0")
+        texts = (rule.description, rule.protects_against, at_most)
+        rows.append((f"`{rule.id}`", rule.severity, rule.level, *texts))
+    return f"### Gate {gate}\n\n" + _table(header, rows)
 
 
+@cache
 def key_texts() -> dict[tuple[str, str], str]:
     """The string below each attribute of a section, by class and name; Python itself drops it."""
     texts = {}
@@ -116,9 +110,7 @@ def allowed_values(field: dict[str, Any]) -> str:
     return f"{kind} {', '.join(bounds)}".strip()
 
 
-def _sections(
-    path: str, name: str, definitions: dict[str, Any], texts: dict[tuple[str, str], str]
-) -> Iterator[str]:
+def _sections(path: str, name: str, definitions: dict[str, Any]) -> Iterator[str]:
     """The section at `path`, described by the model class `name`, and those inside it."""
     schema = definitions[name]
     rows, inner = [], []
@@ -131,25 +123,23 @@ def _sections(
         default = "required"
         if "default" in field:
             default = "absent" if field["default"] is None else f"`{json.dumps(field['default'])}`"
-        may_change = "yes" if field.get("may_change") else ""
-        rows.append(
-            (f"`{key}`", allowed_values(field), default, may_change, texts.get((name, key), ""))
-        )
+        may_change, text = field.get("may_change", False), key_texts().get((name, key), "")
+        rows.append((f"`{key}`", allowed_values(field), default, "yes" if may_change else "", text))
     about = " ".join(schema.get("description", "").split())
     yield f"### [{path}]\n\n{about}\n\n".replace("\n\n\n\n", "\n\n") + _table(header, rows)
     for inner_path, inner_name in inner:
-        yield from _sections(inner_path, inner_name, definitions, texts)
+        yield from _sections(inner_path, inner_name, definitions)
 
 
 def page() -> str:
     """The whole page as Markdown."""
-    schema, texts = config.RunConfig.model_json_schema(), key_texts()
+    schema = config.RunConfig.model_json_schema()
     parts = [HEADER, "## Tables\n", *(_columns_of_table(table) for table in TABLES.values())]
     parts += ["## Views\n", *(_columns_of_view(*view) for view in view_sources().items())]
     parts += ["## Rules\n", *(_rules(gate, rules) for gate, rules in RULES.items())]
     parts.append("## Run file\n")
     for path, field in schema["properties"].items():
-        parts += _sections(path, field["$ref"].rpartition("/")[2], schema["$defs"], texts)
+        parts += _sections(path, field["$ref"].rpartition("/")[2], schema["$defs"])
     return "\n".join(parts)
 
 

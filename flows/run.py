@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from flows.cycle import Cycle
-from flows.opening import OpenRun, Report, attach, open_run, published_dir
+from flows.opening import OpenRun, Report, attach, find_run, published_dir, take_run
 from schemas.config import RunConfig
 from tasks.engines.protocol import RolloutEngine
 from tasks.engines.torch_engine import TorchEngine
@@ -58,9 +58,10 @@ async def execute_run(
             f"--until-cycle {last}: {source} has {config.run.num_cycles} cycles; give a number "
             f"from 1 to that, or raise run.num_cycles."
         )
-    run = open_run(config, source, report, take_over=take_over)
+    run = find_run(config, source)
     if num_closed_cycles(run) >= last:
         return run
+    take_run(run, report, take_over=take_over)
     run.cycle = num_closed_cycles(run)
     engine = make_engine(config, published_dir(run, 0)[0])
     try:

@@ -5,6 +5,7 @@ disk. The connection reads the lake's own directory and no other file, and no ne
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import duckdb
 import pyarrow as pa
@@ -65,8 +66,10 @@ def _create_table_views(
     connection.sql(f"CREATE VIEW {name} AS SELECT * FROM {name}_all{where}")
 
 
-def run_query(connection: duckdb.DuckDBPyConnection, sql: str) -> duckdb.DuckDBPyRelation:
-    """The result of one SELECT.
+def run_query(
+    connection: duckdb.DuckDBPyConnection, sql: str
+) -> tuple[list[str], list[tuple[Any, ...]]]:
+    """Column names and rows of one SELECT.
 
     Raises `QueryRefused` for anything else, and for a query that does not parse or run.
     """
@@ -79,7 +82,8 @@ def run_query(connection: duckdb.DuckDBPyConnection, sql: str) -> duckdb.DuckDBP
             "Give one SELECT (or FROM ..., SUMMARIZE, DESCRIBE): the lake is read-only here."
         )
     try:
-        return connection.sql(sql)
+        relation = connection.sql(sql)
+        return relation.columns, relation.fetchall()
     except duckdb.Error as error:
         raise QueryRefused(
             f"The query cannot run: {error}\n`rollhouse views` and `rollhouse describe TABLE` show "

@@ -86,11 +86,11 @@ class Judgement:
 @cache
 def _great_expectations() -> Any:
     os.environ.setdefault("GX_ANALYTICS_ENABLED", "false")
-    # It announces each temporary folder it makes, in the middle of other people's output.
-    logging.getLogger("great_expectations").setLevel(logging.WARNING)
     import great_expectations as gx
     from great_expectations.data_context.types.base import ProgressBarsConfig
 
+    # It announces each temporary folder it makes, in the middle of other people's output.
+    logging.getLogger("great_expectations.data_context.types.base").setLevel(logging.WARNING)
     context = gx.get_context(mode="ephemeral")
     context.variables.progress_bars = ProgressBarsConfig(globally=False)
     source = context.data_sources.add_pandas("profiles")
@@ -168,14 +168,19 @@ def judge(gate: int, scope: str, profile: Profile, limits: Limits) -> Judgement:
                 else f"rule {rule.id}: nothing was counted"
             )
     num_rows = int(profile.window["num_rows"][0].as_py())
-    results.append(RuleResult("rows_present", "batch", float(num_rows), ">= 1", num_rows > 0, 0))
+    present = num_rows > 0
+    results.append(
+        RuleResult("rows_present", "batch", float(num_rows), ">= 1", present, int(not present))
+    )
     if num_rows == 0:
         refusals.append("rule rows_present: there is nothing to judge")
     share = len({fault.trajectory_id for fault in faults}) / max(num_rows, 1)
     if by_trajectory is not None:
         ok = share <= MAX_ROW_FAULT_SHARE
         results.append(
-            RuleResult("row_fault_share", "batch", share, f"<= {MAX_ROW_FAULT_SHARE}", ok, 0)
+            RuleResult(
+                "row_fault_share", "batch", share, f"<= {MAX_ROW_FAULT_SHARE}", ok, int(not ok)
+            )
         )
         if not ok:
             broken = sorted({fault.rule for fault in faults})

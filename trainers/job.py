@@ -23,7 +23,7 @@ import pyarrow as pa
 import torch
 import torch.distributed as dist
 
-from schemas.config import RunConfig
+from schemas.config import RunConfig, parse_run_config
 from tasks.lake import Entry, Lake, Ledger, read_batch
 from tasks.weights.anchors import read_anchor
 from trainers import checkpoint, ranks
@@ -149,7 +149,7 @@ def open_job(arguments: argparse.Namespace) -> tuple[Job, int]:
         raise ValueError(
             f"{arguments.lake} has no run {arguments.run_id}; `rollhouse run RUN.toml` opens one."
         )
-    config = RunConfig.model_validate(created.details["config"])
+    config = parse_run_config(created.details["config"], "the ledger")
     trainer = config.trainer
     device = ranks.start(arguments.threads)
     initial = publication(config, ledger, 0)

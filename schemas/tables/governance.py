@@ -53,7 +53,9 @@ QUARANTINE = Table(
     columns=(
         required("trajectory_id", pa.string(), "The trajectory."),
         required("group_id", pa.int64(), "Its group."),
-        required("rule", pa.string(), "Rule that failed, or stale, surplus, group or refused."),
+        required(
+            "rule", pa.string(), "Rule that failed, or failed, group, refused, stale or surplus."
+        ),
         optional(
             "observed", pa.float64(), "The rule's counter for this trajectory; NULL for a drop."
         ),

@@ -18,11 +18,7 @@ BATCHES = Table(
     name="batches",
     description="Which trajectories each admission froze, in training order.",
     columns=(
-        required(
-            "admission",
-            pa.int64(),
-            "Ledger seq the writer expected its `batch_admitted` row to get.",
-        ),
+        ADMISSION,
         BATCH,
         required(
             "batch_position", pa.int32(), "Place in the batch, in (group_id, sample_index) order."

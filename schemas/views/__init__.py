@@ -22,7 +22,7 @@ def view_sources() -> dict[str, str]:
 
 
 def view_title(sql: str) -> str:
-    """The first sentence of a view's header, without its name."""
+    """What a view's header says first, without its name: its first paragraph."""
     lines = []
     for line in sql.splitlines():
         text = line.removeprefix("--").strip()

@@ -37,7 +37,7 @@ by_step AS (
         avg(abs(delta)) AS abs_logprob_diff_mean,
         max(abs(delta)) AS abs_logprob_diff_max,
         avg(exp(abs(delta))) AS token_mult_prob_error,
-        avg((correction LIKE '%_tis' AND correction_weight >= w_cap)::INTEGER) AS capped_frac,
+        avg((correction LIKE '%_tis' AND correction_weight >= w_cap::FLOAT)::INTEGER) AS capped_frac,
         avg((NOT included)::INTEGER) AS masked_frac,
         count(own_logprob) AS num_audited,
         avg(abs(old_logprob - own_logprob)) AS policy_drift_mean_abs,

@@ -18,6 +18,7 @@ SLOW_SAMPLING = (
     "run.num_cycles=1",
     "run.batches_per_cycle=4",
     "engine.max_model_tokens=128",
+    "trainer.learning_rate=5e-5",
 )
 
 

@@ -121,7 +121,8 @@ def test_every_query_runs(tmp_path: Path):
     found = [query for file in DOCS for query in queries(file)]
     assert len(found) > 5
     for query in found:
-        assert run_query(connection, query).columns
+        names, _ = run_query(connection, query)
+        assert names
 
 
 def keys(section: type, prefix: str = "") -> Iterator[str]:
