@@ -1,7 +1,8 @@
 """Sampling ahead of training: bounded lag, updates in flight, and an end for every rollout.
 
-One slot and several turns a rollout make sampling slower than training, so that weights change
-while rollouts run.
+A policy that was hardly trained seldom stops, so its rollouts are long; and two slots make sampling
+slower than training. So weights change while requests run. Partial credit rewards the long answers
+that happen to hold the right digit.
 """
 
 from pathlib import Path
@@ -13,11 +14,13 @@ from tests.integration.test_cycle import recomputed_error
 from tests.tiny_run import RUN_ID, TinyRun, count
 
 SLOW_SAMPLING = (
-    "engine.num_slots=1",
-    "environment.options.max_turns=4",
+    "policy.warm_start.steps=1",
+    'environment.options.reward="score"',
+    "sampling.max_tokens=40",
+    "engine.max_model_tokens=96",
+    "engine.num_slots=2",
     "run.num_cycles=1",
     "run.batches_per_cycle=4",
-    "engine.max_model_tokens=128",
     "trainer.learning_rate=5e-5",
 )
 
@@ -72,7 +75,8 @@ def test_weights_changed_while_rollouts_ran(finished):
     ).fetchone()
     aborted = connection.sql("SELECT count(*) FROM requests WHERE finish_reason = 'abort'")
     parts = connection.sql("SELECT count(*) FROM requests WHERE part_index > 0").fetchone()
-    assert spans is not None and spans[0] > 0
+    # A rollout of one turn that an update waits for has one version.
+    assert spans is not None and (spans[0] > 0) == (mode != "wait")
     assert (aborted.fetchone()[0] > 0) == (mode == "abort")
     assert (parts[0] > 0) == (mode == "abort")
 
