@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 
-.PHONY: install cycle seeds test unit faults integration check format docs clean
+.PHONY: install cycle recompute seeds test unit faults integration check format docs clean
 
 install: $(STAMP)
 
@@ -16,6 +16,10 @@ $(STAMP): pyproject.toml infra/constraints.txt
 
 cycle: install
 	$(BIN)/rollhouse run infra/runs/demo.toml
+
+# Every rollout log-probability of the demo again, from its published weights.
+recompute: install
+	$(BIN)/python -m tests.recompute var/demo/lake
 
 # Three seeds and the permuted-reward control; about four times as long as `make cycle`.
 seeds: install

@@ -9,13 +9,13 @@ from rich.table import Table
 
 SIGNAL_HEADERS = {
     "max_w": "max w",
-    "mean_lag_steps": "lag, steps",
+    "mean_lag_steps": "lag",
     "stall_share": "stall",
     "mfu": "MFU",
     "reward_mean": "reward",
-    "heldout_pass_at_1": "held-out",
+    "heldout_pass_at_1": "eval",
     "entropy_mean": "entropy",
-    "gradient_norm": "grad norm",
+    "gradient_norm": "grad",
 }
 
 
@@ -107,7 +107,7 @@ def _percent(estimate: dict[str, float]) -> str:
 def print_summary(console: Console, summary: dict[str, Any]) -> None:
     """The end of a run, for people."""
     signals = summary["signals"]
-    table = Table(title="signals by step", title_justify="left")
+    table = Table(title="signals by step (lag in optimizer steps, eval: held-out pass@1)", title_justify="left")
     for header in ("step", *SIGNAL_HEADERS.values()):
         table.add_column(header, justify="right")
     shown = signals if len(signals) <= 12 else [*signals[:5], *signals[-7:]]

@@ -113,3 +113,25 @@ def test_a_second_controller_is_told_who_holds_the_run(tiny_run):
         assert "--take-over" in second.stderr and "Traceback" not in second.stderr
         process.kill()
         process.communicate()
+
+
+ASYNCHRONOUS = ("asynchrony.k=2", "asynchrony.update=keep", "trainer.learning_rate=5e-5")
+
+
+@pytest.mark.parametrize("reached", [after("batch_admitted", 1), after("version_published", 3)])
+def test_kill_of_an_asynchronous_controller_loses_and_doubles_nothing(tiny_run, reached: Reached):
+    tiny = tiny_run(*ASYNCHRONOUS)
+    with tiny.start("--no-prefect") as process:
+        tiny.wait_for(reached)
+        process.kill()
+        process.communicate()
+    result = tiny.run("--no-prefect")
+    assert result.returncode == 0, result.stderr
+    connection = connect(tiny.lake)
+    ends = connection.sql("SELECT ended, count(*) FROM trajectory_ends GROUP BY 1").fetchall()
+    assert dict(ends)["trained"] == 128 and {row[0] for row in ends} <= {"trained", "dropped"}
+    twice = "SELECT trajectory_id FROM step_trajectories GROUP BY 1 HAVING count(*) > 1"
+    assert connection.sql(twice).fetchall() == []
+    versions = [e.version for e in tiny.entries if e.kind == "version_published"]
+    assert versions == [0, 1, 2, 3, 4]
+    assert connection.sql("SELECT max(lag_versions) <= 2 FROM token_scores").fetchone() == (True,)

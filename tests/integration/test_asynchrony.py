@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tasks.query import connect
-from tests.integration.test_cycle import recomputed_error
+from tests.recompute import TOLERANCE, largest_error
 from tests.tiny_run import RUN_ID, TinyRun, count
 
 SLOW_SAMPLING = (
@@ -98,8 +98,8 @@ def test_tokens_fit_the_weights_that_sampled_them(finished):
     for entry in tiny.entries:
         if entry.kind == "version_published":
             folder = tiny.root / "store" / RUN_ID / entry.details["uri"]
-            num_tokens, worst = recomputed_error(tiny, connection, entry.version, folder)
-            assert worst <= 0.002
+            num_tokens, worst = largest_error(tiny.lake, RUN_ID, entry.version, folder)
+            assert worst <= TOLERANCE
             checked += num_tokens
     assert checked > 0
     audited = connection.sql(
@@ -107,7 +107,7 @@ def test_tokens_fit_the_weights_that_sampled_them(finished):
         " FROM mismatch_by_step"
     ).fetchone()
     assert audited is not None and audited[0] > 0
-    assert audited[1] <= 0.002 < 1
+    assert audited[1] <= TOLERANCE
 
 
 def test_a_cache_older_than_its_weights_is_recorded_only_under_keep(finished):

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from transformers import AutoModelForCausalLM
 
 from tasks.lake.batches import trajectories_hash
 from tasks.query import connect
+from tests.recompute import TOLERANCE, largest_error
 from tests.tiny_run import REPOSITORY, ROLLHOUSE, RUN_ID, TinyRun, count
 
 
@@ -21,33 +21,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory, tiny_policies: Path):
     result = tiny.run("--json")
     assert result.returncode == 0, result.stderr
     return tiny, json.loads(result.stdout)
-
-
-def recomputed_error(tiny: TinyRun, connection, version: int, folder: Path) -> tuple[int, float]:
-    """Tokens sampled wholly under `version`, and the largest |log pi - log mu| over them, with
-    plain transformers and one sequence at a time."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    temperature = tiny.config.sampling.temperature
-    rows = connection.execute(
-        "SELECT s.trajectory_id, list(s.token_ids ORDER BY s.segment_index),"
-        " list(coalesce(s.rollout_logprobs, list_transform(s.token_ids, lambda x: NULL))"
-        "      ORDER BY s.segment_index)"
-        " FROM segments s JOIN trajectories t USING (run_id, trajectory_id)"
-        " WHERE t.weight_version_min = ? AND t.weight_version_max = ? GROUP BY 1",
-        [version, version],
-    ).fetchall()
-    num_tokens, worst = 0, 0.0
-    for _, segments, logprobs in rows:
-        ids = [i for segment in segments for i in segment]
-        mu = [x for segment in logprobs for x in segment]
-        with torch.no_grad():
-            logits = model(torch.tensor([ids])).logits[0] / temperature
-        pi = torch.log_softmax(logits, -1)
-        for position, value in enumerate(mu):
-            if value is not None:
-                error = abs(float(pi[position - 1, ids[position]]) - value)
-                num_tokens, worst = num_tokens + 1, max(worst, error)
-    return num_tokens, worst
 
 
 def test_the_json_document_says_what_happened(finished):
@@ -69,9 +42,9 @@ def test_rollout_logprobs_are_those_of_the_published_weights(finished, version: 
     tiny, _ = finished
     entry = tiny.lake.ledger(RUN_ID).last("version_published", version=version)
     folder = tiny.root / "store" / RUN_ID / entry.details["uri"]
-    num_tokens, worst = recomputed_error(tiny, connect(tiny.lake), version, folder)
+    num_tokens, worst = largest_error(tiny.lake, RUN_ID, version, folder)
     assert num_tokens > 0
-    assert worst <= 0.002
+    assert worst <= TOLERANCE
 
 
 def test_synchronous_means_no_version_lag(finished):
