@@ -5,11 +5,12 @@ Exit code 2 is bad input, 1 a run that failed or was refused; either comes with 
 """
 
 import json
+import math
 import os
 import sys
 import traceback
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -34,7 +35,18 @@ RunOption = Annotated[
 
 
 def _emit(document: Any) -> None:
-    typer.echo(json.dumps(document, default=str))
+    typer.echo(json.dumps(_without_infinities(document), default=str, allow_nan=False))
+
+
+def _without_infinities(value: Any) -> Any:
+    """JSON has no NaN and no infinity; they become null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _without_infinities(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_infinities(item) for item in value]
+    return value
 
 
 def _print_rows(names: list[str], rows: list[tuple[Any, ...]], title: str | None = None) -> None:
@@ -42,7 +54,7 @@ def _print_rows(names: list[str], rows: list[tuple[Any, ...]], title: str | None
     for row in rows:
         table.add_row(*("" if value is None else str(value) for value in row))
     # A pipe has no width: rows stay on one line each.
-    console = Console(width=None if sys.stdout.isatty() else 240)
+    console = Console(width=None if sys.stdout.isatty() else 10_000)
     console.print(table, markup=False)
 
 
@@ -257,13 +269,15 @@ def main() -> None:
         from tasks.lake.lease import LeaseHeld
         from tasks.lake.ledger import LeaseLost
 
-        if not isinstance(error, LeaseHeld | LeaseLost):
-            raise
-        _fail(error, 1)
+        if isinstance(error, LeaseHeld | LeaseLost):
+            _fail(error, 1)
+        if type(error).__module__.split(".")[0] in ("_duckdb", "duckdb", "deltalake"):
+            _fail(f"The lake cannot be read ({error}); restore its directory from a backup.", 1)
+        raise
 
 
-def _fail(error: Exception, code: int) -> None:
+def _fail(error: Exception | str, code: int) -> NoReturn:
     if os.environ.get("ROLLHOUSE_TRACEBACK"):
-        traceback.print_exception(error)
+        traceback.print_exc()
     typer.echo(f"rollhouse: {error}", err=True)
     sys.exit(code)

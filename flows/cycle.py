@@ -245,6 +245,8 @@ class Cycle:
         """Takes what the trainer has written since: scores to gate 2, or steps to the ledger."""
         admitted = progress.open_admission
         assert admitted is not None
+        # Asked before the rows are read: a job may write its last ones and end.
+        ended = trainer.process.poll()
         rows = written_under_lease(
             self.run.lake,
             "steps" if progress.accepted else "scores",
@@ -255,7 +257,7 @@ class Cycle:
         )
         if rows.num_rows == 0:
             waited_s = time.monotonic() - self._last_advance
-            trainer.check_alive(waited_s, self.run.config.trainer.timeout_s)
+            trainer.check_alive(ended, waited_s, self.run.config.trainer.timeout_s)
             return False
         self._last_advance = time.monotonic()
         if not progress.accepted:

@@ -107,7 +107,10 @@ def _percent(estimate: dict[str, float]) -> str:
 def print_summary(console: Console, summary: dict[str, Any]) -> None:
     """The end of a run, for people."""
     signals = summary["signals"]
-    table = Table(title="signals by step (lag in optimizer steps, eval: held-out pass@1)", title_justify="left")
+    table = Table(
+        title="signals by step (lag in optimizer steps, eval: held-out pass@1)",
+        title_justify="left",
+    )
     for header in ("step", *SIGNAL_HEADERS.values()):
         table.add_column(header, justify="right")
     shown = signals if len(signals) <= 12 else [*signals[:5], *signals[-7:]]

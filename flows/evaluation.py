@@ -58,12 +58,14 @@ async def evaluate(
     correct: dict[str, list[bool]] = {}
     for rollout in rollouts:
         reward = rollout.trajectory["reward"]
-        if reward is not None:
+        if rollout.trajectory["trajectory_id"] not in recorded.quarantined:
             passes = correct.setdefault(rollout.trajectory["task_id"], [])
             passes.append(reward >= config.pass_reward)
     rows = []
     for k in sorted({1, config.num_samples}):
         values = [pass_at_k(len(c), sum(c), k) for c in correct.values() if len(c) >= k]
+        if not values:
+            continue
         estimate = estimate_mean(values)
         rows.append(
             {

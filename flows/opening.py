@@ -21,7 +21,7 @@ from tasks.renderers import Renderer
 from tasks.rollout import RolloutContext
 from tasks.train import run_store
 from tasks.warm_start import starting_checkpoint
-from tasks.weights.importing import import_anchor
+from tasks.weights.importing import check_checkpoint, import_anchor
 
 Report = Callable[[dict[str, Any]], None]
 """Takes what happens, as it happens, for whoever watches; nothing depends on it."""
@@ -69,14 +69,23 @@ class OpenRun:
         )
 
 
-def find_run(config: RunConfig, source: str) -> OpenRun:
+def find_run(config: RunConfig, source: str, report: Report) -> OpenRun:
     """Creates the run or finds it, without its lease.
 
-    Raises `ValueError` if the configuration differs from the run's in a key that may not change.
+    A run is created once its environment and its starting checkpoint are known to be good, since
+    from then on its configuration is fixed.
+
+    Raises `ValueError` if they are not, or if the configuration differs from the run's in a key
+    that may not change.
     """
     lake = Lake.create(config.run.lake)
     ledger = lake.ledger(config.run.run_id)
     if not ledger.entries:
+        environment = make_environment(config.environment.name, config.environment.options)
+        environment.heldout(config.evaluation.num_tasks)
+        report({"event": "opening", "policy": config.policy.model_dump(mode="json")})
+        # A warm start may take longer than a lease lives, and needs none.
+        check_checkpoint(starting_checkpoint(config))
         ledger.append(
             "run_created",
             lease=0,
@@ -94,19 +103,14 @@ def find_run(config: RunConfig, source: str) -> OpenRun:
     return OpenRun(config, lake, ledger.lease)
 
 
-def take_run(run: OpenRun, report: Report, *, take_over: bool = False) -> None:
+def take_run(run: OpenRun, *, take_over: bool = False) -> None:
     """Takes the run's lease and sees that version 0 is published.
 
     Raises `LeaseHeld` if another controller is at work.
     """
-    checkpoint = None
-    if run.ledger.last("version_published") is None:
-        report({"event": "opening", "policy": run.config.policy.model_dump(mode="json")})
-        # It may take longer than a lease lives, and needs none: it touches nothing of the run.
-        checkpoint = starting_checkpoint(run.config)
     run.lease = take_lease(run.ledger, take_over=take_over)
     if run.ledger.last("version_published") is None:
-        _publish_version_0(run, checkpoint or starting_checkpoint(run.config))
+        _publish_version_0(run, starting_checkpoint(run.config))
 
 
 def _publish_version_0(run: OpenRun, checkpoint: Path) -> None:

@@ -58,10 +58,10 @@ async def execute_run(
             f"--until-cycle {last}: {source} has {config.run.num_cycles} cycles; give a number "
             f"from 1 to that, or raise run.num_cycles."
         )
-    run = find_run(config, source)
+    run = find_run(config, source, report)
     if num_closed_cycles(run) >= last:
         return run
-    take_run(run, report, take_over=take_over)
+    take_run(run, take_over=take_over)
     run.cycle = num_closed_cycles(run)
     engine = make_engine(config, published_dir(run, 0)[0])
     try:

@@ -20,6 +20,7 @@ def gate1_limits(run: OpenRun, context: RolloutContext) -> Limits:
         "vocab_size": engine.vocab_size,
         "max_tokens": config.sampling.max_tokens,
         "temperature": config.sampling.temperature,
+        "heldout_temperature": config.evaluation.temperature,
         "group_size": config.batch.group_size,
         "num_samples": config.evaluation.num_samples,
         "reward_min": config.gates.reward_min,

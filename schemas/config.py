@@ -16,7 +16,7 @@ Positive = Annotated[int, Field(gt=0)]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class RunSection(Section):
@@ -91,7 +91,7 @@ class EngineSection(Section):
     max_model_tokens: Positive
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     threads: Annotated[int, Field(gt=0, json_schema_extra=MAY_CHANGE)] = 2
-    logprob_tolerance: Annotated[float, Field(gt=0)] = 0.002
+    logprob_tolerance: Annotated[float, Field(gt=0, json_schema_extra=MAY_CHANGE)] = 0.002
     """Largest |log pi - log mu| that rounding alone explains for this engine and dtype."""
 
 
@@ -136,11 +136,13 @@ class BatchSection(Section):
 class AsynchronySection(Section):
     """How far sampling may run ahead (k batches) and how stale a trained token may be (max_lag)."""
 
-    k: Annotated[int, Field(ge=0)] = 0
-    max_lag: Annotated[int, Field(ge=0)] | None = None
+    k: Annotated[int, Field(ge=0, json_schema_extra=MAY_CHANGE)] = 0
+    max_lag: Annotated[int | None, Field(ge=0, json_schema_extra=MAY_CHANGE)] = None
     """In weight versions; k where it is not given."""
     order: Literal["finish", "start"] = "finish"
-    update: Literal["wait", "keep", "abort"] = "wait"
+    update: Annotated[Literal["wait", "keep", "abort"], Field(json_schema_extra=MAY_CHANGE)] = (
+        "wait"
+    )
 
     @property
     def lag_bound(self) -> int:
@@ -178,12 +180,22 @@ class TrainerSection(Section):
 
 
 class GatesSection(Section):
-    reward_min: float = 0.0
-    reward_max: float = 1.0
-    off_factor: Annotated[float, Field(gt=1)] = 2.0
+    """Limits of the gates; a resumed run may have others."""
+
+    reward_min: Annotated[float, Field(json_schema_extra=MAY_CHANGE)] = 0.0
+    reward_max: Annotated[float, Field(json_schema_extra=MAY_CHANGE)] = 1.0
+    off_factor: Annotated[float, Field(gt=1, json_schema_extra=MAY_CHANGE)] = 2.0
     """A token off by more than this factor counts in the share that gate 2 bounds."""
-    max_share_off: Annotated[float, Field(gt=0, le=1)] = 0.1
+    max_share_off: Annotated[float, Field(gt=0, le=1, json_schema_extra=MAY_CHANGE)] = 0.1
     """Largest share of such tokens in a batch."""
+
+    @model_validator(mode="after")
+    def _a_range(self):
+        if self.reward_min >= self.reward_max:
+            raise ValueError(
+                f"reward_min = {self.reward_min} is not below reward_max = {self.reward_max}"
+            )
+        return self
 
 
 class EvaluationSection(Section):
@@ -218,6 +230,11 @@ class RunConfig(Section):
             raise ValueError(
                 'asynchrony: max_lag below k with order = "start" drops the rollouts it waits '
                 'for; raise max_lag or use order = "finish"'
+            )
+        if self.trainer.audit_fraction == 0 and self.asynchrony.lag_bound > 0:
+            raise ValueError(
+                "trainer.audit_fraction: 0 leaves stale tokens unaudited, and gate 2 refuses what "
+                "it cannot compare; give a share above 0"
             )
         if self.sampling.max_tokens >= self.engine.max_model_tokens:
             raise ValueError(

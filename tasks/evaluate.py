@@ -52,19 +52,24 @@ def heldout_results(
     entry = ledger.last("evaluated", version=version)
     if entry is None:
         raise ValueError(f"Run {run_id} has no evaluation of version {version}.")
+    quarantined = set(
+        lake.read("quarantine", run_id=run_id, write_ids=entry.write_ids)
+        .column("trajectory_id")
+        .to_pylist()
+    )
     rows = lake.read(
         "trajectories",
         run_id=run_id,
-        columns=["task_id", "reward"],
-        where="split = 'heldout' AND reward IS NOT NULL",
+        columns=["trajectory_id", "task_id", "reward"],
+        where="split = 'heldout'",
         write_ids=entry.write_ids,
     )
     results: dict[str, tuple[int, int]] = {}
-    for task_id, reward in zip(
-        rows.column("task_id").to_pylist(), rows.column("reward").to_pylist(), strict=True
-    ):
-        rollouts, passed = results.get(task_id, (0, 0))
-        results[task_id] = (rollouts + 1, passed + (reward >= pass_reward))
+    for row in rows.to_pylist():
+        if row["trajectory_id"] not in quarantined:
+            rollouts, passed = results.get(row["task_id"], (0, 0))
+            passes = row["reward"] >= pass_reward
+            results[row["task_id"]] = (rollouts + 1, passed + passes)
     return results
 
 

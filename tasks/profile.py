@@ -70,7 +70,9 @@ def profile_rollouts(
         WITH ordered AS (
             SELECT *,
                 max(weight_version) OVER earlier AS previous_version,
-                coalesce(sum(len(token_ids)) OVER earlier, 0) AS expected_start
+                coalesce(sum(len(token_ids)) OVER earlier, 0) AS expected_start,
+                sum(len(token_ids)) FILTER (kind = 'action') OVER (
+                    PARTITION BY trajectory_id, sequence_index, turn_index) AS action_tokens
             FROM segments
             WINDOW earlier AS (
                 PARTITION BY trajectory_id, sequence_index ORDER BY segment_index
@@ -81,16 +83,27 @@ def profile_rollouts(
                 sum(len(s.token_ids)) AS segment_tokens,
                 coalesce(sum(len(s.token_ids)) FILTER (s.kind = 'action'), 0)
                     AS segment_action_tokens,
+                min(s.weight_version) AS segment_version_min,
+                max(s.weight_version) AS segment_version_max,
                 {by_segment}
             FROM ordered s, limits GROUP BY s.trajectory_id
         ),
         described AS (
             SELECT t.*, c.segment_tokens, c.segment_action_tokens,
+                c.segment_version_min, c.segment_version_max,
+                coalesce(r.request_tokens, 0) AS request_tokens, r.last_request_finish,
                 g.group_samples, g.group_tasks
             FROM trajectories t
             LEFT JOIN counted c USING (trajectory_id)
             LEFT JOIN (
-                SELECT group_id, count(DISTINCT sample_index) AS group_samples,
+                SELECT trajectory_id, sum(num_output_tokens) AS request_tokens,
+                    arg_max(finish_reason, (turn_index, part_index)) AS last_request_finish
+                FROM requests GROUP BY trajectory_id) r USING (trajectory_id)
+            LEFT JOIN (
+                SELECT group_id,
+                    -- A retry recorded beside the rollout it repeats makes no whole group.
+                    CASE WHEN count(*) = count(DISTINCT sample_index) THEN count(*) ELSE -1 END
+                        AS group_samples,
                     count(DISTINCT task_id) AS group_tasks
                 FROM trajectories GROUP BY group_id) g USING (group_id)
         )
@@ -122,7 +135,7 @@ def profile_scores(segments: pa.Table, scores: pa.Table, limits: Limits) -> Prof
         WITH numbered AS (
             SELECT trajectory_id, sequence_index, segment_index, weight_version,
                 unnest(range(len(token_ids))) AS position,
-                rollout_logprobs, old_logprobs, correction_weights,
+                rollout_logprobs, old_logprobs, correction_weights, included, entropies,
                 CASE WHEN weight_version = kv_version_min THEN coalesce(own_version_logprobs,
                     CASE WHEN weight_version = limits.old_version THEN old_logprobs END)
                 END AS own_logprobs
@@ -132,6 +145,8 @@ def profile_scores(segments: pa.Table, scores: pa.Table, limits: Limits) -> Prof
             rollout_logprobs[position + 1]::DOUBLE AS rollout_logprob,
             old_logprobs[position + 1]::DOUBLE AS old_logprob,
             correction_weights[position + 1]::DOUBLE AS correction_weight,
+            included[position + 1] AS included,
+            entropies[position + 1]::DOUBLE AS entropy,
             own_logprobs[position + 1]::DOUBLE AS own_logprob,
             own_logprobs[position + 2]::DOUBLE AS next_own_logprob,
             CASE WHEN position > 0 THEN own_logprobs[position] END::DOUBLE

@@ -46,7 +46,11 @@ class Recorded:
     judgement: Judgement
     write_ids: tuple[str, ...]
     trajectory_ids: tuple[str, ...]
-    num_quarantined: int
+    quarantined: frozenset[str]
+
+    @property
+    def num_quarantined(self) -> int:
+        return len(self.quarantined)
 
 
 def quarantine_rows(
@@ -129,7 +133,7 @@ def record_rollouts(
             write_ids.append(append("quarantine", _table("quarantine", quarantined)))
     ids = tuple(window.trajectories.column("trajectory_id").to_pylist())
     return Recorded(
-        judgement, tuple(write_ids), ids, len({row["trajectory_id"] for row in quarantined})
+        judgement, tuple(write_ids), ids, frozenset(row["trajectory_id"] for row in quarantined)
     )
 
 

@@ -160,14 +160,18 @@ def engine_sampling(section: SamplingSection, *, max_tokens: int, seed: int) -> 
 async def sample_trajectory(
     context: RolloutContext, task: Task, sampling: SamplingSection, group: int, sample: int
 ) -> Rollout:
-    """One rollout of `task`. A scorer that raises ends it as failed: a reason and no reward."""
+    """One rollout of `task`. A scorer that raises or a prompt that leaves no room for an answer
+    ends it as failed: a reason and no reward."""
     engine = context.engine.describe()
     recorder = _Recorder(f"{group:08d}-{sample:03d}-0")
     started_at = datetime.now(UTC)
     messages = [dict(message) for message in task.messages]
     recorder.context("prompt", 0, context.renderer.prompt(task.messages))
     reward, components, turn = None, None, 0
-    while True:
+    num_prompt = len(recorder.token_ids)
+    has_room = num_prompt < engine.max_model_tokens
+    status, finish_reason = "failed", f"prompt: {num_prompt} tokens leave no room for an answer"
+    while has_room:
         action, finish_reason = await _sample_turn(
             context, recorder, sampling, (group, sample, turn)
         )

@@ -82,10 +82,9 @@ class TrainerJob:
         )
         return cls(process, log)
 
-    def check_alive(self, waited_s: float, timeout_s: float) -> None:
-        """Raises `TrainerFailed` with the end of the log if the job has ended, or has written
-        nothing for `timeout_s` seconds."""
-        code = self.process.poll()
+    def check_alive(self, code: int | None, waited_s: float, timeout_s: float) -> None:
+        """Raises `TrainerFailed` with the end of the log if the job has ended with `code`, or has
+        written nothing for `timeout_s` seconds."""
         if code is None and waited_s > timeout_s:
             raise TrainerFailed(
                 f"The trainer job has written nothing for {waited_s:.0f} s; its log is {self.log}. "

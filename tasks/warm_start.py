@@ -28,12 +28,16 @@ from tasks.train import torchrun
 
 _ROOMS = Path(__file__).parents[1]
 SOURCES = (
+    "tasks/environments/reasoning_gym.py",
     "tasks/policy.py",
     "tasks/renderers.py",
+    "tasks/seeds.py",
+    "tasks/warm_start.py",
     "trainers/losses.py",
     "trainers/optimizer.py",
     "trainers/packing.py",
     "trainers/policy.py",
+    "trainers/ranks.py",
     "trainers/supervised.py",
 )
 PACKAGES = ("reasoning-gym", "tokenizers", "torch", "transformers")

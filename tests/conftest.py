@@ -1,6 +1,5 @@
 """Fixtures that several rooms' tests share."""
 
-import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,9 +27,3 @@ def tiny_run(tmp_path: Path, tiny_policies: Path) -> Callable[..., TinyRun]:
         return TinyRun(root, tiny_policies, settings)
 
     return make
-
-
-@pytest.fixture
-def run_async():
-    """Runs a coroutine to its end."""
-    return asyncio.run

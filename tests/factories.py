@@ -15,6 +15,7 @@ GATE1_LIMITS = {
     "vocab_size": VOCAB_SIZE,
     "max_tokens": 16,
     "temperature": 1.0,
+    "heldout_temperature": 1.0,
     "group_size": 4,
     "num_samples": 1,
     "reward_min": 0.0,

@@ -104,7 +104,10 @@ def _audited(batch: TrainingBatch, fraction: float, seed: int) -> tuple[Tensor, 
     draws = np.random.default_rng(list(digest)).random(len(batch.trajectory_ids))
     segments = batch.segments
     own_cache = segments.kv_version_min == segments.weight_version
-    chosen = (draws < fraction)[segments.trajectory] & own_cache
+    # At least one trajectory that can be compared, or a small batch might have none by chance.
+    smallest = draws[segments.trajectory[own_cache]].min(initial=1.0)
+    audited = draws < max(fraction, np.nextafter(smallest, 1.0)) if fraction > 0 else draws < 0
+    chosen = audited[segments.trajectory] & own_cache
     return segments.per_token(segments.weight_version), segments.per_token(chosen)
 
 

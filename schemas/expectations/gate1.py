@@ -1,7 +1,9 @@
 """Gate 1: what every rollout must satisfy before it can be admitted to a batch.
 
-Expressions see `s` (segments with `previous_version` and `expected_start`), `t` (trajectories with
-`segment_tokens`, `segment_action_tokens`, `group_samples`, `group_tasks`) and `limits`.
+Expressions see `s` (segments with `previous_version`, `expected_start` and `action_tokens`, those
+of the whole turn), `t` (trajectories with `segment_tokens`, `segment_action_tokens`,
+`segment_version_min`, `segment_version_max`, `request_tokens`, `last_request_finish`,
+`group_samples`, `group_tasks`) and `limits`.
 """
 
 from schemas.expectations.rule import Rule
@@ -87,9 +89,17 @@ RULES: tuple[Rule, ...] = (
         "action_within_cap",
         "row",
         "segment",
-        f"{_ACTION} AND len(s.token_ids) > limits.max_tokens",
-        "No action is longer than the sampling cap.",
+        f"{_ACTION} AND s.action_tokens > limits.max_tokens",
+        "No action is longer than the sampling cap, however many segments it was split into.",
         "A cap that the engine did not apply.",
+    ),
+    Rule(
+        "kinds_present",
+        "row",
+        "segment",
+        "s.kind IS NULL OR s.turn_index IS NULL OR s.token_ids IS NULL",
+        "Every segment says what it is, which turn it belongs to, and its tokens.",
+        "Tokens that no other rule looks at.",
     ),
     Rule(
         "token_counts_agree",
@@ -101,11 +111,29 @@ RULES: tuple[Rule, ...] = (
         "Segments lost between the engine and the lake.",
     ),
     Rule(
+        "requests_agree",
+        "row",
+        "trajectory",
+        "t.num_action_tokens IS DISTINCT FROM t.request_tokens",
+        "A trajectory's action tokens are those its engine requests returned.",
+        "Tokens that an engine never sampled, or sampled and lost.",
+    ),
+    Rule(
+        "version_bounds_agree",
+        "row",
+        "trajectory",
+        "t.weight_version_min IS DISTINCT FROM t.segment_version_min"
+        " OR t.weight_version_max IS DISTINCT FROM t.segment_version_max",
+        "A trajectory's oldest and newest versions are those of its segments.",
+        "A stale rollout that admission takes for a fresh one.",
+    ),
+    Rule(
         "status_agrees",
         "row",
         "trajectory",
-        "(t.status = 'truncated') IS DISTINCT FROM (t.finish_reason = 'length')",
-        "A trajectory is truncated exactly when its last turn hit the length cap.",
+        "(t.status = 'truncated') IS DISTINCT FROM (t.finish_reason = 'length')"
+        " OR (t.status = 'completed' AND t.last_request_finish IS DISTINCT FROM 'stop')",
+        "A trajectory is truncated exactly when a length cap ended it, as its last request says.",
         "A truncated answer trained as a complete one.",
     ),
     Rule(
@@ -185,15 +213,25 @@ RULES: tuple[Rule, ...] = (
         "A missing log-probability written as 0.0.",
     ),
     Rule(
+        "failed_share",
+        "batch",
+        "window",
+        "(SELECT coalesce(avg((status = 'failed')::INTEGER), 0) FROM trajectories)",
+        "At most a quarter of the rollouts failed.",
+        "A scorer or engine that fails again and again while rollouts are sampled for nothing.",
+        maximum=0.25,
+    ),
+    Rule(
         "sampling_as_configured",
         "batch",
         "window",
-        "(SELECT count(*) FROM trajectories t WHERE t.split = 'train' AND ("
-        " t.sampling.temperature IS DISTINCT FROM limits.temperature"
+        "(SELECT count(*) FROM trajectories t WHERE ("
+        " t.sampling.temperature IS DISTINCT FROM CASE t.split WHEN 'train'"
+        " THEN limits.temperature ELSE limits.heldout_temperature END"
         " OR t.sampling.top_p IS DISTINCT FROM 1.0 OR t.sampling.top_k IS DISTINCT FROM 0"
         " OR t.sampling.min_p IS DISTINCT FROM 0.0"
         " OR t.sampling.max_tokens IS DISTINCT FROM limits.max_tokens))",
-        "Training rollouts were sampled with the configured parameters, and without truncation.",
+        "Rollouts were sampled with the configured parameters, and without truncation.",
         "A parameter that was defaulted or overridden on the way to the engine.",
     ),
     Rule(

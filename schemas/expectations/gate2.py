@@ -31,8 +31,10 @@ RULES: tuple[Rule, ...] = (
         "batch",
         "window",
         "(SELECT count(*) FROM tokens WHERE old_logprob IS NULL OR NOT isfinite(old_logprob)"
-        " OR old_logprob > 0 OR NOT isfinite(correction_weight) OR correction_weight < 0)",
-        "Old log-probabilities are finite and at most 0, weights finite and not negative.",
+        " OR old_logprob > 0 OR correction_weight IS NULL OR NOT isfinite(correction_weight)"
+        " OR correction_weight < 0 OR included IS NULL OR entropy IS NULL OR NOT isfinite(entropy)"
+        " OR NOT isfinite(own_logprob))",
+        "Old and own log-probabilities, entropies and weights are finite and of the right sign.",
         "A trainer forward that overflowed.",
     ),
     Rule(
@@ -75,7 +77,8 @@ RULES: tuple[Rule, ...] = (
         "temperature_applied",
         "batch",
         "window",
-        "(SELECT coalesce((abs(ln(sum(-rollout_logprob) / sum(-own_logprob))) > 0.05"
+        "(SELECT coalesce((abs(sum(rollout_logprob) - sum(own_logprob))"
+        " > 0.05 * abs(sum(own_logprob))"
         f" AND avg({_MISMATCH}) > limits.logprob_tolerance)::INTEGER, 0)"
         " FROM tokens WHERE own_logprob IS NOT NULL)",
         "The engine's surprisal summed over the batch is the trainer's.",

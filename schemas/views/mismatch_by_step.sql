@@ -13,15 +13,11 @@
 -- token_mult_prob_error       mean(exp(|delta|))
 -- log_ppl_diff                mean over sequences of mean(-old) - mean(-rollout)
 -- capped_frac, masked_frac    share of tokens at the cap, and left out by a mask
--- num_audited                 tokens recomputed at the version that sampled them
+-- num_audited                 tokens of the audit sample, with a log-probability at their own version
 -- policy_drift_mean_abs       mean |old - own|, over those
 -- engine_mismatch_mean_abs, engine_mismatch_max_abs   of |own - rollout|, over those
 WITH tokens AS (
-    SELECT *, CASE
-        WHEN weight_version <> kv_version_min THEN NULL
-        WHEN lag_versions = 0 THEN old_logprob
-        ELSE own_version_logprob END AS own_logprob
-    FROM token_scores
+    SELECT *, own_version_logprob AS own_logprob FROM token_scores
 ),
 peaks AS (
     SELECT run_id, step, max(delta) AS peak FROM tokens GROUP BY run_id, step

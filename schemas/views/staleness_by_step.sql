@@ -29,6 +29,8 @@ admissions AS (
     SELECT run_id, seq AS admission, committed_at,
         lag(seq, 1, -1) OVER (PARTITION BY run_id ORDER BY seq) AS previous
     FROM ledger WHERE kind = 'batch_admitted'
+        -- An admission that was refused has no step to show what was dropped before it.
+        AND EXISTS (FROM steps s WHERE s.run_id = ledger.run_id AND s.admission = ledger.seq)
 ),
 waits AS (
     SELECT st.run_id, st.step, avg(epoch(a.committed_at - t.finished_at)) AS queue_wait_s

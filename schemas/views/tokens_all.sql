@@ -8,13 +8,17 @@
 -- weight_version     weights that sampled it; NULL unless action
 -- kv_version_min     oldest weights behind the cache it attended to; NULL unless action
 SELECT
-    s.run_id, s.trajectory_id, t.group_id, t.sample_index, t.split, t.environment,
-    s.sequence_index, s.segment_index, s.turn_index,
-    s.start_position + generate_subscripts(s.token_ids, 1) - 1 AS position,
-    unnest(s.token_ids) AS token_id,
-    s.kind,
-    s.kind = 'action' AND t.split = 'train' AS loss_mask,
-    -- Gate 1 has checked that the lists are as long as each other; a NULL list gives NULLs.
-    unnest(s.rollout_logprobs) AS rollout_logprob,
-    s.weight_version, s.kv_version_min
-FROM segments s JOIN trajectories t USING (run_id, trajectory_id)
+    run_id, trajectory_id, group_id, sample_index, split, environment,
+    sequence_index, segment_index, turn_index,
+    start_position + i AS position,
+    token_ids[i + 1] AS token_id,
+    kind,
+    kind = 'action' AND split = 'train' AS loss_mask,
+    rollout_logprobs[i + 1] AS rollout_logprob,
+    weight_version, kv_version_min
+FROM (
+    SELECT s.*, t.group_id, t.sample_index, t.split, t.environment,
+        -- One unnest of the index, so that lists of unlike length cannot slide past each other.
+        unnest(range(len(s.token_ids))) AS i
+    FROM segments s JOIN trajectories t USING (run_id, trajectory_id)
+)

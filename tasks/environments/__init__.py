@@ -16,5 +16,11 @@ def make_environment(name: str, options: Mapping[str, Any]) -> Environment:
     if name == "reasoning_gym":
         from tasks.environments.reasoning_gym import ReasoningGym
 
-        return ReasoningGym(**options)
+        try:
+            return ReasoningGym(**options)
+        except TypeError as error:
+            raise ValueError(
+                f"environment.options: a value has the wrong type ({error}); docs/operations.md "
+                "lists the options."
+            ) from None
     raise ValueError(f"environment.name: no environment {name!r}; use reasoning_gym.")

@@ -38,6 +38,8 @@ class Lake:
             OSError: the directory cannot be written.
         """
         root = _local_root(uri)
+        if root.exists() and not root.is_dir():
+            raise ValueError(f"{root} is a file, not a lake; give the path of a directory.")
         with explain_os_errors(f"make a lake at {root}"):
             make_durable_dirs(root)
         for table in TABLES.values():

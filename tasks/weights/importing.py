@@ -39,9 +39,8 @@ def import_anchor(hf_folder: str | Path, store_dir: str | Path, lease: int) -> P
             one that it does not explain, or a file is truncated.
     """
     folder = Path(hf_folder).expanduser().absolute()
-    files = _weight_files(folder)
+    files = check_checkpoint(folder)
     rounded = _any_rounded(files)
-    _check_against_config(folder)
     with tempfile.TemporaryDirectory() as assets:
         for asset in asset_files(folder):
             shutil.copyfile(asset, Path(assets) / asset.name)
@@ -57,6 +56,19 @@ def import_anchor(hf_folder: str | Path, store_dir: str | Path, lease: int) -> P
             assets_dir=assets,
             rounded=rounded,
         )
+
+
+def check_checkpoint(folder: Path) -> list[Path]:
+    """The safetensors files of a Hugging Face folder that `import_anchor` would accept.
+
+    Raises `ValueError` as `import_anchor` does.
+    """
+    files = _weight_files(folder)
+    for file in files:
+        for _ in iter_safetensors(file):
+            pass
+    _check_against_config(folder)
+    return files
 
 
 def _weight_files(folder: Path) -> list[Path]:

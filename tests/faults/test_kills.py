@@ -41,6 +41,16 @@ def rank_processes(tiny: TinyRun) -> list[int]:
     return found
 
 
+def kill_and_run_again(tiny: TinyRun, reached: Reached) -> None:
+    """Kills the controller once the ledger is there, and takes the run to its end."""
+    with tiny.start("--no-prefect") as process:
+        tiny.wait_for(reached)
+        process.kill()
+        process.communicate()
+    result = tiny.run("--no-prefect")
+    assert result.returncode == 0, result.stderr
+
+
 def assert_ended_like(tiny: TinyRun, uninterrupted: list) -> None:
     assert tiny.canonical_ledger() == uninterrupted
     connection = connect(tiny.lake)
@@ -63,12 +73,7 @@ def assert_ended_like(tiny: TinyRun, uninterrupted: list) -> None:
 )
 def test_kill_of_the_controller(tiny_run, uninterrupted, reached: Reached):
     tiny = tiny_run()
-    with tiny.start("--no-prefect") as process:
-        tiny.wait_for(reached)
-        process.kill()
-        process.communicate()
-    result = tiny.run("--no-prefect")
-    assert result.returncode == 0, result.stderr
+    kill_and_run_again(tiny, reached)
     assert_ended_like(tiny, uninterrupted)
     assert count(tiny.entries, "lease_taken") == 2
 
@@ -121,12 +126,7 @@ ASYNCHRONOUS = ("asynchrony.k=2", "asynchrony.update=keep", "trainer.learning_ra
 @pytest.mark.parametrize("reached", [after("batch_admitted", 1), after("version_published", 3)])
 def test_kill_of_an_asynchronous_controller_loses_and_doubles_nothing(tiny_run, reached: Reached):
     tiny = tiny_run(*ASYNCHRONOUS)
-    with tiny.start("--no-prefect") as process:
-        tiny.wait_for(reached)
-        process.kill()
-        process.communicate()
-    result = tiny.run("--no-prefect")
-    assert result.returncode == 0, result.stderr
+    kill_and_run_again(tiny, reached)
     connection = connect(tiny.lake)
     ends = connection.sql("SELECT ended, count(*) FROM trajectory_ends GROUP BY 1").fetchall()
     assert dict(ends)["trained"] == 128 and {row[0] for row in ends} <= {"trained", "dropped"}

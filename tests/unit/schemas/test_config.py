@@ -77,6 +77,8 @@ def test_a_minimal_file_is_synchronous_and_untruncated():
         ("run.seed", -1, ["run.seed"]),
         ("policy.warm_start", {}, ["policy.warm_start.steps is missing; add it"]),
         ("policy.path", None, ["policy", "either path", "warm_start"]),
+        ("gates", {"reward_max": float("nan")}, ["gates.reward_max", "finite number"]),
+        ("gates", {"reward_min": 2.0}, ["gates", "not below reward_max"]),
         ("engine.backend", "sglang", ["engine.backend", "'torch'"]),
     ],
 )
@@ -90,6 +92,12 @@ def test_a_bad_value_is_named_with_its_fix(path: str, value: Any, parts: list[st
 def test_max_lag_below_k_is_refused_where_it_would_starve():
     data = with_("asynchrony", {"k": 2, "max_lag": 1, "order": "start"})
     assert "raise max_lag" in message(data)
+
+
+def test_stale_tokens_without_an_audit_are_refused():
+    data = with_("asynchrony", {"k": 1})
+    data["trainer"]["audit_fraction"] = 0
+    assert "give a share above 0" in message(data)
 
 
 def test_every_fault_gets_its_own_sentence():

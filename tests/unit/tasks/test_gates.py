@@ -121,6 +121,32 @@ def truncated_as_complete(r: Rollout) -> None:
     r.trajectory["finish_reason"] = "length"
 
 
+def cap_passed_by_a_split_turn(r: Rollout) -> None:
+    """One action of 20 tokens in two segments, as an update in flight leaves it."""
+    last = r.segments[-1]
+    for segment in (last, {**last, "segment_index": last["segment_index"] + 1}):
+        segment["token_ids"], segment["rollout_logprobs"] = [1] * 10, [-1.0] * 10
+        if segment is not last:
+            segment["start_position"] += 10
+            r.segments.append(segment)
+
+
+def engine_says_length(r: Rollout) -> None:
+    r.requests[-1]["finish_reason"] = "length"
+
+
+def token_that_no_request_returned(r: Rollout) -> None:
+    r.requests[-1]["num_output_tokens"] -= 1
+
+
+def unknown_kind(r: Rollout) -> None:
+    r.segments[0]["kind"] = None
+
+
+def fresher_than_its_tokens(r: Rollout) -> None:
+    r.trajectory["weight_version_min"] += 1
+
+
 def nan_reward(r: Rollout) -> None:
     r.trajectory["reward"] = math.nan
 
@@ -156,6 +182,11 @@ def failure_as_zero(r: Rollout) -> None:
         (lose_segment, "positions_contiguous"),
         (opens_with_action, "sequence_opens_with_prompt"),
         (over_cap, "action_within_cap"),
+        (cap_passed_by_a_split_turn, "action_within_cap"),
+        (engine_says_length, "status_agrees"),
+        (token_that_no_request_returned, "requests_agree"),
+        (unknown_kind, "kinds_present"),
+        (fresher_than_its_tokens, "version_bounds_agree"),
         (padding_counted, "token_counts_agree"),
         (truncated_as_complete, "status_agrees"),
         (nan_reward, "reward_finite"),
@@ -206,6 +237,29 @@ def test_a_failed_rollout_is_no_fault_but_its_group_is_dropped():
     assert rows[0]["reason"] == "scorer: boom"
 
 
+def test_gate_1_refuses_a_window_where_failures_are_the_rule():
+    rollouts = window()
+    for rollout in rollouts[:5]:
+        rollout.trajectory.update(status="failed", finish_reason="scorer: boom", reward=None)
+    assert failed_rules(gate1(rollouts)) == {"failed_share"}
+
+
+def test_gate_1_refuses_heldout_rollouts_at_another_temperature():
+    rollouts = window(size=1)
+    for rollout in rollouts:
+        rollout.trajectory["split"] = "heldout"
+    assert gate1(rollouts).ok
+    assert failed_rules(gate1(rollouts, heldout_temperature=0.7)) == {"sampling_as_configured"}
+
+
+def test_gate_1_quarantines_a_group_with_a_retry_beside_the_rollout_it_repeats():
+    rollouts = window()
+    retry = copy.deepcopy(rollouts[0])
+    for row in (retry.trajectory, *retry.segments, *retry.requests):
+        row["trajectory_id"] = "00000000-000-1"
+    assert "group_whole" in failed_rules(gate1([*rollouts, retry]))
+
+
 def test_gate_1_refuses_the_same_trajectory_twice_in_a_window():
     rollouts = window()
     judgement = gate1([*rollouts, copy.deepcopy(rollouts[3])])
@@ -222,7 +276,7 @@ def test_gate_1_refuses_a_trajectory_that_is_recorded_already():
 def test_gate_1_refuses_a_request_recorded_twice():
     rollouts = window()
     rollouts[0].requests.append(dict(rollouts[0].requests[0]))
-    assert failed_rules(gate1(rollouts)) == {"request_once"}
+    assert failed_rules(gate1(rollouts)) == {"request_once", "requests_agree"}
 
 
 def test_gate_1_refuses_constant_logprobs():
@@ -388,6 +442,19 @@ def test_gate_2_refuses_scores_that_are_missing_short_or_doubled():
 def test_gate_2_refuses_scores_that_overflowed():
     segments, rows = scored(window(groups=8))
     rows[0]["old_logprobs"][0] = math.nan
+    assert "scores_finite" in failed_rules(gate2(segments, rows))
+
+
+def test_gate_2_refuses_certain_and_infinite_logprobs_without_failing_itself():
+    segments, rows = scored(window(groups=8))
+    index = segments.schema.get_field_index("rollout_logprobs")
+    zeros = [[0.0] * len(x) for x in segments["rollout_logprobs"].to_pylist()]
+    certain = segments.set_column(
+        index, segments.schema.field(index), pa.array(zeros, pa.list_(pa.float32()))
+    )
+    assert "temperature_applied" in failed_rules(gate2(certain, rows))
+    rows[0]["own_version_logprobs"] = [-math.inf] * len(rows[0]["old_logprobs"])
+    rows[1]["entropies"][0] = math.nan
     assert "scores_finite" in failed_rules(gate2(segments, rows))
 
 
