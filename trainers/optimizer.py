@@ -90,8 +90,8 @@ class MasterAdamW:
         norm = _global_norm(gradients)
         if not torch.isfinite(norm):
             raise ValueError(
-                f"optimizer step {self.num_steps + 1}: the gradient norm is {float(norm)}; lower "
-                "trainer.learning_rate, or use a correction with a cap."
+                f"optimizer step {self.num_steps + 1}: the gradient norm is {float(norm)}; begin "
+                "another run with a lower trainer.learning_rate or a correction with a cap."
             )
         scale = (self.settings.max_gradient_norm / (norm + 1e-6)).clamp(max=1.0)
         for master, gradient in zip(self.masters.values(), gradients, strict=True):

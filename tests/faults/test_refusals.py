@@ -137,6 +137,27 @@ def test_one_bad_rollout_costs_its_group_and_no_more(tiny_run):
     assert ended.fetchall() == [("dropped", 3, 1), ("quarantined", 1, 1), ("trained", 32, 8)]
 
 
+def test_a_scorer_that_fails_again_and_again_stops_the_run(tiny_run):
+    # reasoning-gym's scorer of prime factors raises on an answer that is not made of integers.
+    tiny = tiny_run(
+        'environment.options={dataset="prime_factorization"}',
+        "policy.warm_start.steps=1",
+        "engine.max_model_tokens=512",
+        "sampling.max_tokens=8",
+    )
+    result = tiny.run("--no-prefect")
+    assert result.returncode == 1
+    assert "failed_share" in result.stderr and "Traceback" not in result.stderr
+    assert_nothing_was_trained(tiny)
+
+
+def test_a_prompt_that_leaves_no_room_fails_its_rollouts_and_stops_the_run(tiny_run):
+    tiny = tiny_run("engine.max_model_tokens=11")
+    result = tiny.run("--no-prefect")
+    assert result.returncode == 1
+    assert "failed_share" in result.stderr and "Traceback" not in result.stderr
+
+
 def test_an_engine_that_fails_its_probe_gets_no_request(tiny_run):
     tiny = tiny_run()
 
