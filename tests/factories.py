@@ -59,7 +59,21 @@ def rollout(
         add("prompt" if turn == 0 else "observation", turn, int(rng.integers(3, 8)))
         add("action", turn, int(rng.integers(2, 12)))
     actions = [segment for segment in segments if segment["kind"] == "action"]
-    trajectory = {
+    reward = float(rng.integers(0, 2))
+    trajectory = _trajectory(trajectory_id, group, sample, version, position, actions, reward)
+    return Rollout(trajectory, segments, [_request(action) for action in actions])
+
+
+def _trajectory(
+    trajectory_id: str,
+    group: int,
+    sample: int,
+    version: int,
+    num_tokens: int,
+    actions: list[dict[str, Any]],
+    reward: float,
+) -> dict[str, Any]:
+    return {
         "trajectory_id": trajectory_id,
         "group_id": group,
         "sample_index": sample,
@@ -70,11 +84,11 @@ def rollout(
         "parent_trajectory_id": None,
         "status": "completed",
         "finish_reason": "stop",
-        "reward": float(rng.integers(0, 2)),
+        "reward": reward,
         "reward_components": [("exact", 1.0)],
         "num_sequences": 1,
-        "num_turns": turns,
-        "num_tokens": position,
+        "num_turns": len(actions),
+        "num_tokens": num_tokens,
         "num_action_tokens": sum(len(segment["token_ids"]) for segment in actions),
         "weight_version_min": version,
         "weight_version_max": version,
@@ -96,27 +110,26 @@ def rollout(
         "finished_at": STARTED + timedelta(seconds=1),
         "messages": "[]",
     }
-    requests = [
-        {
-            "trajectory_id": trajectory_id,
-            "turn_index": segment["turn_index"],
-            "part_index": 0,
-            "num_prompt_tokens": segment["start_position"],
-            "num_cached_tokens": 0,
-            "num_output_tokens": len(segment["token_ids"]),
-            "num_drafted_tokens": None,
-            "num_accepted_tokens": None,
-            "finish_reason": "stop",
-            "drift": "clean",
-            "queued_s": 0.0,
-            "prefill_s": 0.1,
-            "decode_s": 0.2,
-            "engine_id": "engine",
-            "cached_version_min": None,
-        }
-        for segment in actions
-    ]
-    return Rollout(trajectory, segments, requests)
+
+
+def _request(action: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "trajectory_id": action["trajectory_id"],
+        "turn_index": action["turn_index"],
+        "part_index": 0,
+        "num_prompt_tokens": action["start_position"],
+        "num_cached_tokens": 0,
+        "num_output_tokens": len(action["token_ids"]),
+        "num_drafted_tokens": None,
+        "num_accepted_tokens": None,
+        "finish_reason": "stop",
+        "drift": "clean",
+        "queued_s": 0.0,
+        "prefill_s": 0.1,
+        "decode_s": 0.2,
+        "engine_id": "engine",
+        "cached_version_min": None,
+    }
 
 
 def window(

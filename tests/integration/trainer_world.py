@@ -14,38 +14,19 @@ from pathlib import Path
 
 import pyarrow as pa
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM
 
 from schemas.config import RunConfig
 from schemas.tables import TABLES
 from tasks.lake import Lake, take_lease, trajectories_hash, write_batch
 from tasks.weights.importing import import_anchor
+from tests.tiny_policy import write_policy
 
 ROOT = Path(__file__).parents[2]
 RUN_ID = "tiny"
 TEMPERATURE = 0.8
 PROMPT, FIRST, OBSERVATION, SECOND = 4, 5, 2, 3
 """Tokens of each segment of a trajectory."""
-
-
-def write_policy(folder: Path) -> Path:
-    """A Hugging Face folder: Qwen3, 2 layers, hidden 16, 32 tokens, tied embeddings, bf16."""
-    config = Qwen3Config(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        max_position_embeddings=128,
-        tie_word_embeddings=True,
-        initializer_range=0.5,
-    )
-    torch.manual_seed(7)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.to(torch.bfloat16).save_pretrained(folder)
-    return folder
 
 
 @torch.no_grad()

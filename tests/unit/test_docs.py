@@ -76,7 +76,8 @@ def test_every_command_in_the_text_exists_with_its_options(file: Path):
             command, arguments = find_command(shlex.split(span)[1:])
             context = command.make_context(command.name, [], resilient_parsing=True)
             # Placeholders stand for values here, so names are checked and types are not.
-            command.make_parser(context).parse_args(arguments)
+            _, left, _ = command.make_parser(context).parse_args(arguments)
+            assert not left, f"{file}: {span} has arguments that its command does not take"
 
 
 def test_options_that_stand_alone_in_the_text_are_options_of_some_command():
