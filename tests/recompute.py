@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from flows.inspection import run_config
 from tasks.lake.lake import Lake
@@ -58,6 +59,7 @@ def largest_error(lake: Lake, run_id: str, version: int, folder: Path) -> tuple[
 
 
 def main() -> None:
+    transformers_logging.disable_progress_bar()
     lake = Lake.open(sys.argv[1])
     worst = 0.0
     for run_id in lake.run_ids():
