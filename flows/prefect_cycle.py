@@ -25,14 +25,14 @@ STARTUP_TIMEOUT_S = 120.0
 
 
 @contextmanager
-def prefect_api(home: Path = PREFECT_HOME) -> Iterator[None]:
+def prefect_api() -> Iterator[None]:
     """Settings and an API for Prefect, to be entered before it is imported; a user's own
     environment wins.
 
     Raises `RuntimeError` if the API does not start.
     """
     for name, value in {
-        "PREFECT_HOME": str(home.absolute()),
+        "PREFECT_HOME": str(PREFECT_HOME.absolute()),
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "PREFECT_LOGGING_LEVEL": "WARNING",
         "PREFECT_LOGGING_TO_API_ENABLED": "false",

@@ -3,9 +3,10 @@
 from typing import Any
 
 from flows.opening import OpenRun
+from tasks.lake.batches import trajectories_hash
 from tasks.lake.ledger import Entry
 from tasks.profile import Limits
-from tasks.record import Recorded, ids_hash
+from tasks.record import Recorded
 from tasks.rollout import RolloutContext
 
 
@@ -45,6 +46,6 @@ def commit_window(
         version=version,
         write_ids=(*recorded.write_ids, *more_writes),
         num_trajectories=len(recorded.trajectory_ids),
-        trajectories_hash=ids_hash(recorded),
+        trajectories_hash=trajectories_hash(recorded.trajectory_ids),
         details={"quarantined": recorded.num_quarantined, **(details or {})},
     )

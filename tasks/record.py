@@ -12,7 +12,6 @@ from typing import Any
 import pyarrow as pa
 
 from schemas.tables import TABLES
-from tasks.lake.batches import trajectories_hash
 from tasks.lake.lake import Lake
 from tasks.profile import Limits, profile_rollouts
 from tasks.rollout import Rollout
@@ -135,7 +134,3 @@ def record_rollouts(
     return Recorded(
         judgement, tuple(write_ids), ids, frozenset(row["trajectory_id"] for row in quarantined)
     )
-
-
-def ids_hash(recorded: Recorded) -> str:
-    return trajectories_hash(recorded.trajectory_ids)

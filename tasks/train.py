@@ -7,6 +7,7 @@ its standard input, whose end tells it that the controller is gone.
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,11 +25,12 @@ class TrainerFailed(RuntimeError):
 
 
 def torchrun(
-    module: str, arguments: list[str], *, ranks: int, threads: int, log: Path | None
+    module: str, arguments: Mapping[str, object], *, ranks: int, threads: int, log: Path
 ) -> subprocess.Popen[bytes]:
     """Starts `python -m module` under torchrun on this machine, with a pipe for its input.
 
-    `threads` are shared by the ranks. Output goes to `log`, or to this process's standard error.
+    `arguments` are options and their values; `threads` are shared by the ranks; output goes to
+    `log`.
     """
     environment = os.environ | {
         # OpenMP's barriers spin by default, and spin against each other where processes share
@@ -41,15 +43,19 @@ def torchrun(
     }
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-        *("--nproc-per-node", str(ranks), "-m", module, *arguments),
+        *("--nproc-per-node", str(ranks), "-m", module),
+        *(str(part) for option in arguments.items() for part in option),
     ]
-    if log is None:
-        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=sys.stderr, env=environment)
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output:
         return subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=output, stderr=output, env=environment
         )
+
+
+def log_end(log: Path) -> str:
+    """The last lines of a job's log, where its error stands."""
+    return "\n".join(log.read_text(errors="replace").splitlines()[-30:])
 
 
 @dataclass
@@ -75,7 +81,7 @@ class TrainerJob:
         }
         process = torchrun(
             "trainers.job",
-            [str(part) for pair in arguments.items() for part in pair],
+            arguments,
             ranks=config.trainer.ranks,
             threads=config.trainer.threads,
             log=log,
@@ -91,10 +97,10 @@ class TrainerJob:
                 "Raise trainer.timeout_s if its batches take that long, and run again to resume."
             )
         if code is not None:
-            tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-30:])
             raise TrainerFailed(
                 f"The trainer job ended with code {code} before the batch was trained; its log is "
-                f"{self.log}. Run the same command again to resume. The log ends:\n{tail}"
+                f"{self.log}. Run the same command again to resume. The log ends:\n"
+                f"{log_end(self.log)}"
             )
 
     def stop(self, timeout_s: float) -> None:

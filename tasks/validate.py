@@ -103,7 +103,7 @@ def _maximum(rule: Rule, limits: Limits) -> float:
 
 
 def _judge(
-    rules: Sequence[Rule], table: pa.Table, limits: Limits, min_rows: int
+    rules: Sequence[Rule], table: pa.Table, limits: Limits
 ) -> dict[str, tuple[bool, float | None]]:
     """Whether each rule holds over `table`, and the largest value of its counter."""
     gx, batch_definition = _great_expectations()
@@ -111,7 +111,7 @@ def _judge(
     suite = gx.ExpectationSuite(
         name="gate",
         expectations=[
-            expect.ExpectTableRowCountToBeBetween(min_value=min_rows, meta={"rule": "rows"}),
+            expect.ExpectTableRowCountToBeBetween(min_value=1, meta={"rule": "rows"}),
             *(
                 expect.ExpectColumnMaxToBeBetween(
                     column=rule.id, max_value=_maximum(rule, limits), meta={"rule": rule.id}
@@ -137,11 +137,11 @@ def judge(gate: int, scope: str, profile: Profile, limits: Limits) -> Judgement:
     would satisfy every bound."""
     rules = RULES[gate]
     window_rules = [rule for rule in rules if rule.level == "window"]
-    found = _judge(window_rules, profile.window, limits, min_rows=1)
+    found = _judge(window_rules, profile.window, limits)
     by_trajectory = profile.by_trajectory
     if by_trajectory is not None:
         row_rules = [rule for rule in rules if rule.level != "window"]
-        found |= _judge(row_rules, by_trajectory, limits, min_rows=1)
+        found |= _judge(row_rules, by_trajectory, limits)
 
     results, faults, refusals = [], [], []
     for rule in rules:

@@ -24,7 +24,7 @@ from tasks.policy import (
     write_initial_policy,
 )
 from tasks.renderers import Renderer
-from tasks.train import torchrun
+from tasks.train import log_end, torchrun
 
 _ROOMS = Path(__file__).parents[1]
 SOURCES = (
@@ -135,7 +135,7 @@ def _supervise(
     log = logs / f"{result}.log"
     with torchrun(
         "trainers.supervised",
-        [str(part) for pair in arguments.items() for part in pair],
+        arguments,
         ranks=config.trainer.ranks,
         threads=config.trainer.threads,
         log=log,
@@ -146,9 +146,8 @@ def _supervise(
             # torchrun passes the signal on to its ranks, which a kill would leave running.
             process.terminate()
     if code != 0:
-        tail = "\n".join(log.read_text(errors="replace").splitlines()[-30:])
         raise WarmStartFailed(
             f"The supervised warm start ended with code {code}; its log is {log}. The log "
-            f"ends:\n{tail}"
+            f"ends:\n{log_end(log)}"
         )
     return scratch / result

@@ -12,6 +12,7 @@ from flows.run_file import load_run_file
 from schemas.config import RunConfig
 from tasks.lake.lake import Lake
 from tasks.lake.ledger import Entry
+from tasks.query import connect
 
 REPOSITORY = Path(__file__).parent.parent
 RUN_FILE = REPOSITORY / "tests" / "runs" / "tiny.toml"
@@ -75,6 +76,14 @@ class TinyRun:
                 return
             time.sleep(0.02)
         raise TimeoutError("the ledger never got there")
+
+    def trained_twice(self) -> list[tuple[str]]:
+        """Trajectories that more than one optimizer step claims."""
+        return (
+            connect(self.lake)
+            .sql("SELECT trajectory_id FROM step_trajectories GROUP BY 1 HAVING count(*) > 1")
+            .fetchall()
+        )
 
     def canonical_ledger(self) -> list[tuple[object, ...]]:
         """What a run must come to whatever killed it on the way: kind, batch, version, the ordered

@@ -56,8 +56,7 @@ def assert_ended_like(tiny: TinyRun, uninterrupted: list) -> None:
     connection = connect(tiny.lake)
     ends = connection.sql("SELECT ended, count(*) FROM trajectory_ends GROUP BY 1").fetchall()
     assert ends == [("trained", 128)]
-    twice = "SELECT trajectory_id FROM step_trajectories GROUP BY 1 HAVING count(*) > 1"
-    assert connection.sql(twice).fetchall() == []
+    assert tiny.trained_twice() == []
 
 
 @pytest.mark.parametrize(
@@ -130,8 +129,7 @@ def test_kill_of_an_asynchronous_controller_loses_and_doubles_nothing(tiny_run, 
     connection = connect(tiny.lake)
     ends = connection.sql("SELECT ended, count(*) FROM trajectory_ends GROUP BY 1").fetchall()
     assert dict(ends)["trained"] == 128 and {row[0] for row in ends} <= {"trained", "dropped"}
-    twice = "SELECT trajectory_id FROM step_trajectories GROUP BY 1 HAVING count(*) > 1"
-    assert connection.sql(twice).fetchall() == []
+    assert tiny.trained_twice() == []
     versions = [e.version for e in tiny.entries if e.kind == "version_published"]
     assert versions == [0, 1, 2, 3, 4]
     assert connection.sql("SELECT max(lag_versions) <= 2 FROM token_scores").fetchone() == (True,)

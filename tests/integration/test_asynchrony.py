@@ -61,10 +61,7 @@ def test_every_rollout_ends_once_and_with_a_reason(finished):
     assert {row[0] for row in ends} <= {"trained", "dropped"}
     assert sum(row[0] == "trained" for row in ends) == 128
     assert all((row[1] is not None) == (row[0] == "dropped") for row in ends)
-    twice = connection.sql(
-        "SELECT trajectory_id FROM step_trajectories GROUP BY 1 HAVING count(*) > 1"
-    )
-    assert twice.fetchall() == []
+    assert tiny.trained_twice() == []
 
 
 def test_weights_changed_while_rollouts_ran(finished):
