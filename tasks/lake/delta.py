@@ -29,6 +29,14 @@ SCHEMA_VERSION_KEY = "rollhouse.schemaVersion"
 CHECKPOINT_INTERVAL = 10
 """Commits between checkpoints of the log; without one, a commit grows tenfold in 400 commits."""
 
+MAX_COMMIT_RETRIES = 1000
+"""Lost races before an append gives up.
+
+An append conflicts with no other, so each lost race means that another writer got on; delta-rs's
+own 15 are used up by four writers on a busy machine. A transaction that was overtaken fails at its
+first conflict whatever this number.
+"""
+
 
 def create_delta_table(root: Path, table: Table) -> None:
     """Makes the table with its CHECK constraints in one commit, unless it is there already.
@@ -204,6 +212,7 @@ class LakeTable:
                 schema=self.table.schema,
                 partition_by=list(self.table.partition_by),
                 commit_properties=CommitProperties(
+                    max_commit_retries=MAX_COMMIT_RETRIES,
                     app_transactions=None if transaction is None else [transaction],
                 ),
             )
