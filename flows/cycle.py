@@ -7,11 +7,10 @@ event loop beside it; the trainer is another process, reached through the lake a
 
 import asyncio
 import time
-from collections.abc import Coroutine
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
 
+from flows.attachment import serve
 from flows.commits import (
     Phases,
     admit_batch,
@@ -23,7 +22,7 @@ from flows.commits import (
     refuse_window,
 )
 from flows.evaluation import evaluate
-from flows.opening import OpenRun, Report, serve
+from flows.opening import OpenRun, Report, holding_lease
 from flows.windows import commit_window, gate1_limits
 from tasks.admit import may_start, select_groups
 from tasks.lake.lease import renew_if_due
@@ -34,10 +33,7 @@ from tasks.rollout import Rollout, RolloutContext, sample_group
 from tasks.seeds import derive_seed
 from tasks.train import TrainerJob, written_under_lease
 
-T = TypeVar("T")
-
 POLL_S = 0.05
-RENEW_S = 5.0
 
 
 @dataclass
@@ -92,21 +88,10 @@ class Cycle:
             self._progress = (num_entries, read_progress(self.run.lake, self.run.run_id))
         return self._progress[1]
 
-    async def holding_lease(self, work: Coroutine[Any, Any, T]) -> T:
-        """Awaits `work`, which may outlast the lease, and renews the lease meanwhile."""
-        task = asyncio.create_task(work)
-        try:
-            while not task.done():
-                await asyncio.wait([task], timeout=RENEW_S)
-                renew_if_due(self.run.ledger, self.run.lease)
-        finally:
-            task.cancel()
-        return task.result()
-
     async def evaluate(self, version: int) -> None:
         with self.timed("evaluate"):
-            pass_at_1 = await self.holding_lease(
-                evaluate(self.run, self.context, version, self.phases.record)
+            pass_at_1 = await holding_lease(
+                self.run, evaluate(self.run, self.context, version, self.phases.record)
             )
         self.report({"event": "evaluated", "version": version, "pass_at_1": pass_at_1})
 
@@ -129,7 +114,7 @@ class Cycle:
                 renew_if_due(self.run.ledger, self.run.lease)
                 await self.wait()
             with self.timed("sample"):
-                await self.holding_lease(self.drain())
+                await holding_lease(self.run, self.drain())
         finally:
             for task in self.in_flight.values():
                 task.cancel()
@@ -272,7 +257,7 @@ class Cycle:
     async def publish(self, trained: Entry) -> None:
         with self.timed("publish"):
             version = publish_trained(self.run, self.phases, trained)
-            await self.holding_lease(serve(self.run, self.context.engine, version))
+            await holding_lease(self.run, serve(self.run, self.context.engine, version))
 
     def close(self) -> None:
         """Commits `cycle_closed`; the run's last cycle drops what no batch will train."""

@@ -75,6 +75,15 @@ class RunDisplay:
                 self.console.print(
                     f"held-out pass@1 of version {event['version']}: {event['pass_at_1']:.3f}"
                 )
+            case "attaching" if event["engine"]["backend"] == "vllm":
+                self.console.print("attaching vLLM servers (one that is started takes a minute)")
+            case "engine_lost" | "engine_refused":
+                self.console.print(
+                    f"engine {event['engine']} is out of traffic: {event['reason']}",
+                    soft_wrap=True,
+                )
+            case "engine_returned":
+                self.console.print(f"engine {event['engine']} attested and is back in traffic")
             case "dropped":
                 self.console.print(f"dropped {event['trajectories']} ({event['reason']})")
 

@@ -1,34 +1,31 @@
-"""Open or resume a run: its lake, its lease, version 0, and an engine that proved itself."""
+"""Open or resume a run: its lake, its lease, and version 0."""
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 
 from schemas.config import RunConfig, changed_keys, parse_run_config
 from schemas.tables import TABLES
-from tasks.engines.probe import ProbeResult, probe
-from tasks.engines.protocol import RolloutEngine
 from tasks.environments import make_environment
 from tasks.lake.lake import Lake
-from tasks.lake.lease import take_lease
+from tasks.lake.lease import renew_if_due, take_lease
 from tasks.lake.ledger import Entry, Ledger
 from tasks.publish import publication_row, relative_uri, version_dir
 from tasks.renderers import Renderer
-from tasks.rollout import RolloutContext
 from tasks.train import run_store
 from tasks.warm_start import starting_checkpoint
 from tasks.weights.importing import check_checkpoint, import_anchor
 
+T = TypeVar("T")
+
+RENEW_S = 5.0
+
 Report = Callable[[dict[str, Any]], None]
 """Takes what happens, as it happens, for whoever watches; nothing depends on it."""
-
-
-class EngineRefused(RuntimeError):
-    """The engine failed its probe or could not attest the weights it should serve."""
 
 
 @dataclass
@@ -129,96 +126,20 @@ def _publish_version_0(run: OpenRun, checkpoint: Path) -> None:
     )
 
 
+async def holding_lease(run: OpenRun, work: Coroutine[Any, Any, T]) -> T:
+    """Awaits `work`, which may outlast the lease, and renews the lease meanwhile."""
+    task = asyncio.create_task(work)
+    try:
+        while not task.done():
+            await asyncio.wait([task], timeout=RENEW_S)
+            renew_if_due(run.ledger, run.lease)
+    finally:
+        task.cancel()
+    return task.result()
+
+
 def published_dir(run: OpenRun, version: int) -> tuple[Path, str]:
     """Where a version's weights lie, and their root hash."""
     entry = run.ledger.last("version_published", version=version)
     assert entry is not None and entry.root_hash is not None, f"version {version} is not published"
     return version_dir(run.config, entry.details["uri"]), entry.root_hash
-
-
-async def serve(run: OpenRun, engine: RolloutEngine, version: int) -> None:
-    """Has the engine load and attest `version`; raises `EngineRefused` if it cannot."""
-    weights_dir, root_hash = published_dir(run, version)
-    attestation = await engine.update(version, weights_dir, root_hash, run.config.asynchrony.update)
-    row = {
-        "engine_id": attestation.engine_id,
-        "version": attestation.version,
-        "root_hash": attestation.root_hash,
-        "canary_max_abs_diff": None,
-        "ok": attestation.ok,
-        "reason": attestation.reason,
-        "seconds": attestation.seconds,
-        "attested_at": datetime.now(UTC),
-    }
-    run.pending.append(run.append("attestations", [row]))
-    if not attestation.ok:
-        run.commit("lease_renewed")  # Names what the engine said, which nothing else would.
-        raise EngineRefused(
-            f"Engine {attestation.engine_id} could not attest version {version}: "
-            f"{attestation.reason}; no request was sent to it. Run again to retry."
-        )
-
-
-async def attach(run: OpenRun, engine: RolloutEngine) -> RolloutContext:
-    """Serves the newest version on a new engine, probes it, and stores what the probe saw."""
-    published = run.ledger.last("version_published")
-    assert published is not None and published.version is not None
-    await serve(run, engine, published.version)
-    first = run.ledger.last("version_published", version=0)
-    assert first is not None
-    renderer = Renderer(published_dir(run, 0)[0])
-    for name in ("tokenizer_sha256", "chat_template_sha256"):
-        if getattr(renderer, name) != first.details[name]:
-            raise ValueError(
-                f"The tokenizer in {published_dir(run, 0)[0]} is not the one run {run.run_id} "
-                "began with; restore the folder."
-            )
-    environment = make_environment(run.config.environment.name, run.config.environment.options)
-    prompt = renderer.prompt(environment.heldout(1)[0].messages)
-    result = await _probe_where_uncertain(run, engine, renderer, published.version, prompt)
-    run.pending.append(run.append("validations", _probe_rows(result)))
-    if not result.ok:
-        run.commit("lease_renewed")
-        raise EngineRefused(f"The engine is not attached: {result.reason}")
-    return RolloutContext(engine, environment, renderer, run.config.run.seed)
-
-
-async def _probe_where_uncertain(
-    run: OpenRun, engine: RolloutEngine, renderer: Renderer, version: int, prompt: list[int]
-) -> ProbeResult:
-    """Probes on prefixes of a prompt until one leaves the policy in doubt.
-
-    A trained policy may be certain of its answers, and then no temperature shows.
-    """
-    for length in (len(prompt), len(prompt) // 2, 2, 1):
-        result = await probe(
-            engine,
-            prompt_token_ids=tuple(prompt[:length]),
-            vocab_size=renderer.vocab_size,
-            weight_version=version,
-            tolerance=run.config.engine.logprob_tolerance,
-        )
-        only_certain = [check.name for check in result.checks if not check.ok] == [
-            "temperature_matters"
-        ]
-        if not only_certain:
-            break
-    return result
-
-
-def _probe_rows(result: ProbeResult) -> list[dict[str, Any]]:
-    now = datetime.now(UTC)
-    return [
-        {
-            "gate": 0,
-            "rule": f"probe_{check.name}",
-            "severity": "batch",
-            "scope": result.engine_id,
-            "observed": None,
-            "expected": f"{check.expected} (observed: {check.observed})",
-            "ok": check.ok,
-            "num_failed": int(not check.ok),
-            "judged_at": now,
-        }
-        for check in result.checks
-    ]

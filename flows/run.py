@@ -1,30 +1,18 @@
 """Execute a run: open or resume it, attach an engine, and take it cycle by cycle to a number."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from pathlib import Path
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
+from flows.attachment import attach, keep_attached
 from flows.cycle import Cycle
-from flows.opening import OpenRun, Report, attach, find_run, published_dir, take_run
+from flows.engines import EngineFactory, build_engines
+from flows.opening import OpenRun, Report, find_run, holding_lease, published_dir, take_run
 from schemas.config import RunConfig
-from tasks.engines.protocol import RolloutEngine
-from tasks.engines.torch_engine import TorchEngine
+from tasks.engines.fleet import Fleet
+from tasks.rollout import RolloutContext
 
-EngineFactory = Callable[[RunConfig, Path], RolloutEngine]
 CycleRunner = Callable[[Cycle], Awaitable[None]]
-
-
-def build_engine(config: RunConfig, model_dir: Path) -> RolloutEngine:
-    """The engine that the run file asks for; `model_dir` holds the policy's configuration."""
-    return TorchEngine(
-        model_dir,
-        num_slots=config.engine.num_slots,
-        max_model_tokens=config.engine.max_model_tokens,
-        compute_dtype=config.engine.compute_dtype,
-        num_threads=config.engine.threads,
-        engine_id="torch-0",
-    )
 
 
 async def run_plain(cycle: Cycle) -> None:
@@ -43,7 +31,7 @@ async def execute_run(
     until_cycle: int | None = None,
     take_over: bool = False,
     run_cycle: CycleRunner = run_plain,
-    make_engine: EngineFactory = build_engine,
+    make_engines: EngineFactory = build_engines,
     report: Report = lambda event: None,
 ) -> OpenRun:
     """Runs cycles up to the absolute number `until_cycle` (default: the run file's).
@@ -63,16 +51,42 @@ async def execute_run(
         return run
     take_run(run, take_over=take_over)
     run.cycle = num_closed_cycles(run)
-    engine = make_engine(config, published_dir(run, 0)[0])
+    report({"event": "attaching", "engine": config.engine.model_dump(mode="json")})
+    vllm = config.engine.vllm
+    fleet = Fleet(
+        make_engines(config, published_dir(run, 0)[0]),
+        patience_s=0.0 if vllm is None else vllm.startup_timeout_s,
+    )
     try:
-        context = await attach(run, engine)
-        while run.cycle < last:
-            report({"event": "cycle", "cycle": run.cycle, "of": last})
-            await run_cycle(Cycle(run, context, report=report))
-            run.cycle += 1
+        context = await holding_lease(run, attach(run, fleet))
+        await _unless(
+            _cycles(run, context, last, run_cycle, report), keep_attached(run, context, report)
+        )
     finally:
-        await engine.close()
+        await fleet.close()
     return run
+
+
+async def _cycles(
+    run: OpenRun, context: RolloutContext, last: int, run_cycle: CycleRunner, report: Report
+) -> None:
+    while run.cycle < last:
+        report({"event": "cycle", "cycle": run.cycle, "of": last})
+        await run_cycle(Cycle(run, context, report=report))
+        run.cycle += 1
+
+
+async def _unless(work: Coroutine[Any, Any, None], watch: Coroutine[Any, Any, None]) -> None:
+    """Awaits `work` beside `watch`, which only ends by an error; that then ends both."""
+    tasks = [asyncio.create_task(work), asyncio.create_task(watch)]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for task in done:
+        task.result()
 
 
 def execute_run_sync(config: RunConfig, source: str, **options: Any) -> OpenRun:

@@ -12,7 +12,8 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 from schemas.config import SamplingSection
-from tasks.engines.protocol import Generation, Request, RolloutEngine, Sampling
+from tasks.engines.fleet import Fleet
+from tasks.engines.protocol import EngineTimeout, Generation, Request, Sampling
 from tasks.environments.protocol import Environment, ScorerError, Task
 from tasks.renderers import Renderer
 from tasks.seeds import derive_seed
@@ -24,7 +25,7 @@ Row = dict[str, Any]
 class RolloutContext:
     """What all rollouts of a run share."""
 
-    engine: RolloutEngine
+    engine: Fleet
     environment: Environment
     renderer: Renderer
     run_seed: int
@@ -66,6 +67,31 @@ class _Recorder:
                 self.token_ids += ids
             elif ids:
                 self._add("action", turn, ids, logprobs, span.weight_version, span.kv_version_min)
+
+    def request(self, turn: int, part: int, num_prompt_tokens: int, call: Generation) -> None:
+        load = call.load
+        self.requests.append(
+            {
+                "trajectory_id": self.trajectory_id,
+                "turn_index": turn,
+                "part_index": part,
+                "num_prompt_tokens": num_prompt_tokens,
+                "num_cached_tokens": call.num_cached_tokens,
+                "num_output_tokens": len(call.token_ids),
+                "num_drafted_tokens": call.num_drafted_tokens,
+                "num_accepted_tokens": call.num_accepted_tokens,
+                "finish_reason": call.finish_reason,
+                "drift": "clean",
+                "queued_s": call.queued_s,
+                "prefill_s": call.prefill_s,
+                "decode_s": call.decode_s,
+                "engine_id": call.engine_id,
+                "cached_version_min": call.cached_version_min,
+                "kv_cache_usage": None if load is None else load.kv_cache_usage,
+                "num_preemptions": None if load is None else load.num_preemptions,
+                "prefix_hit_rate": None if load is None else load.prefix_hit_rate,
+            }
+        )
 
     def _add(
         self,
@@ -115,29 +141,12 @@ async def _sample_turn(
                     seed=derive_seed(context.run_seed, *place, part),
                 ),
                 stop_token_ids=context.renderer.stop_token_ids,
+                affinity=f"group-{place[0]}",
             )
         )
         recorder.action(turn, generation)
         action += generation.token_ids
-        recorder.requests.append(
-            {
-                "trajectory_id": recorder.trajectory_id,
-                "turn_index": turn,
-                "part_index": part,
-                "num_prompt_tokens": len(prompt),
-                "num_cached_tokens": generation.num_cached_tokens,
-                "num_output_tokens": len(generation.token_ids),
-                "num_drafted_tokens": None,
-                "num_accepted_tokens": None,
-                "finish_reason": generation.finish_reason,
-                "drift": "clean",
-                "queued_s": generation.queued_s,
-                "prefill_s": generation.prefill_s,
-                "decode_s": generation.decode_s,
-                "engine_id": context.engine.describe().engine_id,
-                "cached_version_min": None,
-            }
-        )
+        recorder.request(turn, part, len(prompt), generation)
         if generation.finish_reason != "abort":
             return action, generation.finish_reason
     raise RuntimeError(
@@ -160,8 +169,8 @@ def engine_sampling(section: SamplingSection, *, max_tokens: int, seed: int) -> 
 async def sample_trajectory(
     context: RolloutContext, task: Task, sampling: SamplingSection, group: int, sample: int
 ) -> Rollout:
-    """One rollout of `task`. A scorer that raises or a prompt that leaves no room for an answer
-    ends it as failed: a reason and no reward."""
+    """One rollout of `task`. A scorer that raises, a prompt that leaves no room for an answer or a
+    request that takes too long ends it as failed: a reason and no reward."""
     engine = context.engine.describe()
     recorder = _Recorder(f"{group:08d}-{sample:03d}-0")
     started_at = datetime.now(UTC)
@@ -172,9 +181,13 @@ async def sample_trajectory(
     has_room = num_prompt < engine.max_model_tokens
     status, finish_reason = "failed", f"prompt: {num_prompt} tokens leave no room for an answer"
     while has_room:
-        action, finish_reason = await _sample_turn(
-            context, recorder, sampling, (group, sample, turn)
-        )
+        try:
+            action, finish_reason = await _sample_turn(
+                context, recorder, sampling, (group, sample, turn)
+            )
+        except EngineTimeout as error:
+            status, finish_reason = "failed", f"timeout: {error}"
+            break
         answer = context.renderer.decode(action)
         messages.append({"role": "assistant", "content": answer})
         try:
@@ -217,7 +230,7 @@ async def sample_trajectory(
         "num_action_tokens": sum(len(segment["token_ids"]) for segment in actions),
         "weight_version_min": min(versions, default=None),
         "weight_version_max": max(versions, default=None),
-        "engine_id": engine.engine_id,
+        "engine_id": recorder.requests[-1]["engine_id"] if recorder.requests else engine.engine_id,
         "engine": engine.engine,
         "sampling": {
             "temperature": sampling.temperature,

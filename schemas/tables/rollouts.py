@@ -162,7 +162,7 @@ TRAJECTORIES = Table(
             pa.int64(),
             "Newest version that sampled a token; NULL if none was.",
         ),
-        required("engine_id", pa.string(), "Engine that served it."),
+        required("engine_id", pa.string(), "Engine that served its last request."),
         required("engine", pa.string(), "Engine build; a change in mid run is a fault to notice."),
         required(
             "sampling",
@@ -233,14 +233,44 @@ REQUESTS = Table(
         required(
             "drift", pa.string(), "How the prompt continued the sequence: clean, realign or fork."
         ),
-        required("queued_s", pa.float64(), "Seconds from arrival to a slot."),
-        required("prefill_s", pa.float64(), "Seconds of prompt computation."),
-        required("decode_s", pa.float64(), "Seconds from first to last token."),
+        required(
+            "queued_s",
+            pa.float64(),
+            "Seconds until a slot of the torch engine, or until it was sent to a server.",
+        ),
+        optional(
+            "prefill_s",
+            pa.float64(),
+            "Seconds of prompt computation; NULL where the engine does not tell it apart.",
+        ),
+        required(
+            "decode_s",
+            pa.float64(),
+            "Seconds from first to last token; from sending to the answer where prefill_s is NULL.",
+        ),
         required("engine_id", pa.string(), "Engine that served it."),
         optional(
             "cached_version_min",
             pa.int64(),
             "Oldest version behind the cached prefix; NULL if none.",
+        ),
+        optional(
+            "kv_cache_usage",
+            pa.float64(),
+            "Share of the server's KV cache in use about when the request ended; NULL for an "
+            "engine that does not report it. Near 1, requests wait or are preempted.",
+        ),
+        optional(
+            "num_preemptions",
+            pa.int64(),
+            "Requests the server has preempted since it started; NULL as for kv_cache_usage. "
+            "Growth means a cache too small for num_slots.",
+        ),
+        optional(
+            "prefix_hit_rate",
+            pa.float64(),
+            "Share of prompt tokens since the server's start that its prefix cache held; NULL as "
+            "for kv_cache_usage, and before the first prompt.",
         ),
     ),
     sort_by=("trajectory_id", "turn_index", "part_index"),

@@ -55,12 +55,17 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Request:
-    """One engine call: continue `token_ids` until a stop token or a length limit."""
+    """One engine call: continue `token_ids` until a stop token or a length limit.
+
+    Requests of one `affinity` share a prompt; a front to several engines sends them to the same
+    one, so that the prompt is computed once.
+    """
 
     request_id: str
     token_ids: tuple[int, ...]
     sampling: Sampling
     stop_token_ids: tuple[int, ...]
+    affinity: str = ""
 
 
 @dataclass(frozen=True)
@@ -78,12 +83,28 @@ class VersionSpan:
 
 
 @dataclass(frozen=True)
+class EngineLoad:
+    """An engine server's own counters, read within a second before a request ended.
+
+    `kv_cache_usage` and `prefix_hit_rate` are shares in [0, 1], the latter of all prompt tokens
+    since the server started, None before the first; `num_preemptions` counts since the start too.
+    """
+
+    kv_cache_usage: float
+    num_preemptions: int
+    prefix_hit_rate: float | None
+
+
+@dataclass(frozen=True)
 class Generation:
     """The sampled tokens of one request.
 
     `token_ids` and `logprobs` have the same length; a stop token is one of them. Log-probabilities
     are float32 values of the renormalised distribution that was really drawn from. `spans` tile the
-    output.
+    output. `cached_version_min` is the oldest version behind the cached prompt tokens, None without
+    any; drafted and accepted tokens are None without a drafter. `queued_s` runs until the request
+    is sent to the engine or, inside this process, takes a slot; `prefill_s` is None where the
+    engine does not tell it from decoding, and `decode_s` then covers all that the engine did.
     """
 
     token_ids: tuple[int, ...]
@@ -91,18 +112,29 @@ class Generation:
     spans: tuple[VersionSpan, ...]
     finish_reason: FinishReason
     num_cached_tokens: int
+    cached_version_min: int | None
+    num_drafted_tokens: int | None
+    num_accepted_tokens: int | None
     queued_s: float
-    prefill_s: float
+    prefill_s: float | None
     decode_s: float
+    engine_id: str
+    load: EngineLoad | None
 
 
 @dataclass(frozen=True)
 class Attestation:
-    """An engine's statement of what it holds. `root_hash` is recomputed from the loaded tensors."""
+    """An engine's statement of what it holds. `root_hash` is recomputed from the loaded tensors.
+
+    `canary_max_abs_diff` is the largest |log-probability - recomputation from the publication|
+    over a fixed sequence, in nats: hashes show what was loaded, it shows what is computed with.
+    None where the tensors that are hashed are the ones that compute.
+    """
 
     engine_id: str
     version: int
     root_hash: str
+    canary_max_abs_diff: float | None
     ok: bool
     reason: str | None
     seconds: float
@@ -121,13 +153,31 @@ class EngineDescription:
     weight_version: int | None
 
 
+class EngineLost(RuntimeError):
+    """The engine is gone, or holds what it cannot attest; the request has no result, and never
+    will have one, so another engine may be asked."""
+
+
+class EngineTimeout(RuntimeError):
+    """The engine took too long. It is not asked again: that would favour short answers."""
+
+
 class RolloutEngine(Protocol):
-    """One engine, or a front to several of the same kind."""
+    """One engine."""
 
     def describe(self) -> EngineDescription: ...
 
+    async def connect(self) -> None:
+        """Start what this process has to start, and find out what the engine is.
+
+        Whatever it had attested is forgotten. Raises `EngineLost` if it cannot be reached, and
+        `ValueError`, with the setting to change, if it is not what the run needs.
+        """
+        ...
+
     async def generate(self, request: Request) -> Generation:
-        """Sample; ValueError for a bad request, RuntimeError while no version is attested."""
+        """Sample; ValueError for a bad request, RuntimeError while no version is attested,
+        `EngineLost` once it is gone."""
         ...
 
     async def update(
@@ -137,10 +187,14 @@ class RolloutEngine(Protocol):
 
         `wait` lets running requests finish first, `keep` lets them go on with their cache, `abort`
         returns them at once with what they have. If the hash differs, the old weights stay.
+
+        Raises `EngineLost` if the engine cannot be reached.
         """
         ...
 
-    async def pause(self) -> None: ...
+    async def pause(self) -> None:
+        """Run no further step; an engine that shares its device with the trainer leaves it."""
+        ...
 
     async def resume(self) -> None: ...
 

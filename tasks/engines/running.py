@@ -12,6 +12,7 @@ class Running:
 
     __slots__ = (
         "_admitted_at_s",
+        "_engine_id",
         "_first_token_s",
         "_kv_version_min",
         "_limit",
@@ -27,11 +28,16 @@ class Running:
     )
 
     def __init__(
-        self, request: Request, future: asyncio.Future[Generation], max_model_tokens: int
+        self,
+        request: Request,
+        future: asyncio.Future[Generation],
+        max_model_tokens: int,
+        engine_id: str,
     ) -> None:
         num_prompt = len(request.token_ids)
         self.request = request
         self.future = future
+        self._engine_id = engine_id
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
         self._limit = min(request.sampling.max_tokens, max_model_tokens - num_prompt)
@@ -90,7 +96,13 @@ class Running:
             ),
             finish_reason=finish_reason,
             num_cached_tokens=self._num_cached_tokens,
+            # A cached prompt was computed in the same pass.
+            cached_version_min=self._span_starts[0][1] if self._num_cached_tokens else None,
+            num_drafted_tokens=None,
+            num_accepted_tokens=None,
             queued_s=self._admitted_at_s - self._queued_at_s,
             prefill_s=self._first_token_s - self._admitted_at_s,
             decode_s=time.perf_counter() - self._first_token_s,
+            engine_id=self._engine_id,
+            load=None,
         )

@@ -99,6 +99,9 @@ class TorchEngine:
             weight_version=self._version,
         )
 
+    async def connect(self) -> None:
+        self._version = None
+
     async def generate(self, request: Request) -> Generation:
         """Queue a request and wait for its tokens; cancelling the call frees its slot."""
         self._require_open()
@@ -106,7 +109,7 @@ class TorchEngine:
             raise RuntimeError(f"engine {self._engine_id} has not attested any version.")
         self._check(request)
         loop = asyncio.get_running_loop()
-        entry = Running(request, loop.create_future(), self._max_model_tokens)
+        entry = Running(request, loop.create_future(), self._max_model_tokens, self._engine_id)
         self._queue.append(entry)
         if self._pump_task is None or self._pump_task.done():
             self._pump_task = loop.create_task(self._pump())
@@ -143,7 +146,15 @@ class TorchEngine:
             self._model, self._version = model, version
             self._wake()
         seconds = time.perf_counter() - started_s
-        return Attestation(self._engine_id, version, held_hash, reason is None, reason, seconds)
+        return Attestation(
+            self._engine_id,
+            version,
+            held_hash,
+            canary_max_abs_diff=None,
+            ok=reason is None,
+            reason=reason,
+            seconds=seconds,
+        )
 
     async def pause(self) -> None:
         """Run no further step. Steps run inline, so none is in progress here."""

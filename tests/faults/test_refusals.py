@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from flows.attachment import EngineRefused
 from flows.commits import BatchRefused
-from flows.opening import EngineRefused
-from flows.run import build_engine, execute_run_sync
+from flows.engines import build_engines
+from flows.run import execute_run_sync
 from schemas.config import RunConfig
 from tasks.engines.protocol import Attestation, Generation, Request, RolloutEngine
 from tasks.query import connect
@@ -33,6 +34,9 @@ class FaultyEngine:
 
     def describe(self):
         return self._engine.describe()
+
+    async def connect(self) -> None:
+        await self._engine.connect()
 
     async def update(self, *arguments) -> Attestation:
         return await self._engine.update(*arguments)
@@ -62,10 +66,10 @@ def claim_a_later_version(request: Request, generation: Generation) -> Generatio
 
 
 def run_with(tiny: TinyRun, spoil) -> None:
-    def make_engine(config: RunConfig, model_dir: Path) -> RolloutEngine:
-        return FaultyEngine(build_engine(config, model_dir), spoil)
+    def make_engines(config: RunConfig, model_dir: Path) -> list[RolloutEngine]:
+        return [FaultyEngine(engine, spoil) for engine in build_engines(config, model_dir)]
 
-    execute_run_sync(tiny.config, "tiny.toml", make_engine=make_engine)
+    execute_run_sync(tiny.config, "tiny.toml", make_engines=make_engines)
 
 
 def assert_nothing_was_trained(tiny: TinyRun) -> None:
@@ -167,11 +171,11 @@ def test_an_engine_that_fails_its_probe_gets_no_request(tiny_run):
             doubled = tuple(2 * x for x in generation.logprobs)
             return replace(generation, logprobs=doubled)
 
-    def make_engine(config: RunConfig, model_dir: Path) -> RolloutEngine:
-        return RawEngine(build_engine(config, model_dir), shift_by_one)
+    def make_engines(config: RunConfig, model_dir: Path) -> list[RolloutEngine]:
+        return [RawEngine(engine, shift_by_one) for engine in build_engines(config, model_dir)]
 
     with pytest.raises(EngineRefused, match="not attached"):
-        execute_run_sync(tiny.config, "tiny.toml", make_engine=make_engine)
+        execute_run_sync(tiny.config, "tiny.toml", make_engines=make_engines)
     assert tiny.lake.read("trajectories", run_id=RUN_ID, write_ids="all").num_rows == 0
 
 
@@ -182,11 +186,11 @@ def test_an_engine_that_holds_other_weights_gets_no_request(tiny_run):
         async def update(self, version, weights_dir, root_hash, mode) -> Attestation:
             return await self._engine.update(version, weights_dir, "0" * 64, mode)
 
-    def make_engine(config: RunConfig, model_dir: Path) -> RolloutEngine:
-        return StaleEngine(build_engine(config, model_dir), shift_by_one)
+    def make_engines(config: RunConfig, model_dir: Path) -> list[RolloutEngine]:
+        return [StaleEngine(engine, shift_by_one) for engine in build_engines(config, model_dir)]
 
     with pytest.raises(EngineRefused, match="could not attest version 0"):
-        execute_run_sync(tiny.config, "tiny.toml", make_engine=make_engine)
+        execute_run_sync(tiny.config, "tiny.toml", make_engines=make_engines)
     assert count(tiny.entries, "cycle_opened") == 0
 
 

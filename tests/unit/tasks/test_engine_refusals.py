@@ -3,11 +3,11 @@
 import asyncio
 
 import pytest
-from engine_models import PLAIN, VOCAB, attached, make_engine, publish
 from transformers import Qwen3Config
 
 from tasks.engines.protocol import Request
 from tasks.engines.torch_engine import TorchEngine
+from tests.engine_models import PLAIN, VOCAB, attached, make_engine, publish
 
 
 @pytest.fixture(scope="module")

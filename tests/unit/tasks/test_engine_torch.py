@@ -5,7 +5,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from engine_models import (
+
+from tasks.engines.protocol import Request, VersionSpan
+from tests.engine_models import (
     PLAIN,
     attached,
     generate_all,
@@ -16,8 +18,6 @@ from engine_models import (
     replay,
     turn_loop,
 )
-
-from tasks.engines.protocol import Request, VersionSpan
 
 SAMPLINGS = [
     PLAIN,

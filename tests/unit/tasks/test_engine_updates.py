@@ -7,7 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from engine_models import (
+from safetensors.torch import load_file, save_file
+
+from tasks.engines.protocol import Request, VersionSpan
+from tests.engine_models import (
     PLAIN,
     attached,
     generate_all,
@@ -18,9 +21,6 @@ from engine_models import (
     replay,
     turn_loop,
 )
-from safetensors.torch import load_file, save_file
-
-from tasks.engines.protocol import Request, VersionSpan
 
 
 @pytest.fixture(scope="module")
