@@ -53,6 +53,12 @@ class Cycle:
     def until_batch(self) -> int:
         return (self.run.cycle + 1) * self.run.config.run.batches_per_cycle
 
+    @property
+    def colocated(self) -> bool:
+        """Whether engines leave their devices to the trainer while it works."""
+        vllm = self.run.config.engine.vllm
+        return vllm is not None and vllm.colocated
+
     @contextmanager
     def timed(self, phase: str):
         start = time.monotonic()
@@ -107,7 +113,7 @@ class Cycle:
         self._last_advance = time.monotonic()
         try:
             while (progress := self.progress()).batches_trained < self.until_batch:
-                if self.dispatch(progress) or self.collect() or self.admit(progress):
+                if self.dispatch(progress) or self.collect() or await self.admit(progress):
                     continue
                 if progress.open_admission is not None and await self.advance(progress, trainer):
                     continue
@@ -201,7 +207,7 @@ class Cycle:
             await asyncio.wait(self.in_flight.values())
             self.collect(everything=True)
 
-    def admit(self, progress: Progress) -> bool:
+    async def admit(self, progress: Progress) -> bool:
         """Admits the next batch if enough whole groups wait and none is open."""
         if progress.open_admission is not None:
             return False
@@ -223,6 +229,9 @@ class Cycle:
             return bool(selection.stale)
         with self.timed("admit"):
             admit_batch(self.run, self.phases, batch, selection.admitted)
+            if self.colocated:
+                assert not self.in_flight, "with k = 0 nothing is sampled while the trainer works"
+                await self.context.engine.pause()
         self._last_advance = time.monotonic()
         return True
 
@@ -257,6 +266,8 @@ class Cycle:
     async def publish(self, trained: Entry) -> None:
         with self.timed("publish"):
             version = publish_trained(self.run, self.phases, trained)
+            if self.colocated:
+                await self.context.engine.resume()
             await holding_lease(self.run, serve(self.run, self.context.engine, version))
 
     def close(self) -> None:

@@ -143,6 +143,10 @@ class VllmEngine:
         if not await self._http.exists("/inference/v1/generate"):
             raise self._unfit("has no token-in, token-out route", "set --enable-scale-out")
         self._vocab_size = (await self._held())[0]["vocab_size"]
+        self._load = (time.perf_counter(), await self._http.load())
+        if self._settings.colocated:
+            # A controller that was killed may have left it asleep.
+            await self.resume()
 
     async def generate(self, request: Request) -> Generation:
         """One attempt; cancelling the call has the server abort the request.
@@ -305,11 +309,10 @@ class VllmEngine:
         read_at_s, load = self._load
         now_s = time.perf_counter()
         if now_s - read_at_s > LOAD_PERIOD_S:
-            # Set first: the requests that end meanwhile need not read it too.
+            # Set first: the requests that end meanwhile take the reading before.
             self._load = (now_s, load)
             try:
-                load = await self._http.load()
+                self._load = (now_s, await self._http.load())
             except (EngineLost, EngineTimeout):
-                load = None
-            self._load = (now_s, load)
-        return load
+                self._load = (now_s, None)
+        return self._load[1]

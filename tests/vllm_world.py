@@ -1,0 +1,133 @@
+"""Real vLLM servers on this machine's CPU, and publications of a tiny random model for them."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from transformers import DynamicCache, PreTrainedModel
+
+from tasks.engines.canary import Canary
+from tasks.engines.protocol import Generation, Request
+from tasks.engines.vllm import VllmEngine, VllmSettings
+from tasks.engines.vllm_http import VllmHttp
+from tasks.engines.vllm_launch import LocalServer
+from tasks.weights.anchors import Publication, write_anchor
+from tests.engine_models import processed, publish
+
+REPOSITORY = Path(__file__).parent.parent
+SCRIPT = REPOSITORY / "infra" / "vllm" / "serve-cpu.sh"
+MAX_MODEL_TOKENS = 2048
+# vLLM's attention on a CPU takes heads of 32 and more.
+SHAPE = {"head_dim": 32, "hidden_size": 64, "max_position_embeddings": MAX_MODEL_TOKENS}
+CANARY = tuple(range(1, 40))
+TOLERANCE = 0.002
+
+
+@dataclass(frozen=True)
+class Version:
+    """A publication and the same values as a float32 model."""
+
+    publication: Publication
+    model: PreTrainedModel
+
+    @property
+    def path(self) -> Path:
+        return Path(self.publication.uri)
+
+
+def publish_versions(folder: Path, count: int) -> list[Version]:
+    """Versions 0, 1, … of one architecture, each of random weights of its own."""
+    versions: list[Version] = []
+    for number in range(count):
+        made = publish(folder / f"hf-{number}", seed=number, **SHAPE)
+        publication = write_anchor(
+            folder / "weights",
+            version=number,
+            lease=1,
+            tensors=load_file(made.path / "model.safetensors").items(),
+            assets_dir=folder / "hf-0",
+            parent_uri=versions[-1].publication.uri if versions else None,
+        )
+        versions.append(Version(publication, made.model))
+    return versions
+
+
+def launch(model_dir: Path, log: Path, *flags: str) -> LocalServer:
+    """Starts a server; whoever calls stops it."""
+    server = LocalServer(
+        SCRIPT,
+        model_dir=model_dir,
+        max_model_tokens=MAX_MODEL_TOKENS,
+        compute_dtype="float32",
+        flags=flags,
+        threads=1,
+        log=log,
+        startup_timeout_s=240.0,
+    )
+    server.start_if_dead()
+    return server
+
+
+def engine_at(url: str, first: Version, **changes) -> VllmEngine:
+    """A client that has not been connected."""
+    settings = {"max_in_flight": 64, "request_timeout_s": 120.0, **changes}
+    return VllmEngine(
+        url,
+        engine_id="vllm-0",
+        max_model_tokens=MAX_MODEL_TOKENS,
+        compute_dtype="float32",
+        settings=VllmSettings(**settings),
+        canary=Canary(first.path, CANARY, TOLERANCE),
+    )
+
+
+async def update(engine: VllmEngine, version: Version, mode="wait"):
+    publication = version.publication
+    return await engine.update(publication.version, version.path, publication.root_hash, mode)
+
+
+async def num_running(http: VllmHttp) -> int:
+    """Requests that the server's scheduler has taken up."""
+    for line in (await http._call("GET", "/metrics")).text.splitlines():
+        if line.startswith("vllm:num_requests_running"):
+            return round(float(line.rpartition(" ")[2]))
+    raise AssertionError("the server reports no running requests")
+
+
+async def update_in_flight(
+    engine: VllmEngine,
+    ask: Callable[[int], Awaitable[object]],
+    new: Version,
+    mode: str,
+    count: int = 8,
+):
+    """Starts `ask(0 … count - 1)`, updates once all of them run, and awaits them; the attestation
+    and what they returned."""
+    tasks = [asyncio.ensure_future(ask(index)) for index in range(count)]
+    while await num_running(engine._http) < count:
+        assert not any(task.done() for task in tasks), "a request ended before the update"
+        await asyncio.sleep(0.01)
+    attestation = await update(engine, new, mode)
+    return attestation, await asyncio.gather(*tasks)
+
+
+@torch.inference_mode()
+def cached_logprobs(
+    models: Sequence[PreTrainedModel], request: Request, output: Sequence[int]
+) -> np.ndarray:
+    """[len(output)] log-probabilities of given tokens, the i-th under models[i] over one cache."""
+    cache = DynamicCache(config=models[0].config)
+    pending, logprobs = list(request.token_ids), []
+    for model, token in zip(models, output, strict=True):
+        logits = model(input_ids=torch.tensor([pending]), cache=cache, use_cache=True).logits
+        logprobs.append(processed(logits[0, -1].numpy(), request.sampling)[token])
+        pending = [token]
+    return np.array(logprobs)
+
+
+def largest_error(expected: np.ndarray, generation: Generation) -> float:
+    return float(np.abs(expected - np.array(generation.logprobs)).max())
