@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol, get_args
 
+import numpy as np
+
 UpdateMode = Literal["wait", "keep", "abort"]
 FinishReason = Literal["stop", "length", "abort"]
 LogprobsMode = Literal["processed_logprobs", "raw_logprobs"]
@@ -77,13 +79,41 @@ class VersionSpan:
     kv_version_min: int
 
 
+@dataclass(frozen=True, eq=False)
+class Routing:
+    """The experts that a mixture-of-experts engine chose for the tokens it forwarded.
+
+    `experts` is [rows, layers, top_k], uint8 or uint16; row i is the choice for position i of
+    prompt and output, by the pass whose logits drew the token at i + 1. The last sampled token was
+    never forwarded, so there are `num_prompt + num_output - 1` rows at most. Only trailing rows may
+    be missing; a missing row is missing, never expert 0.
+
+    Raises:
+        ValueError: another shape or element type.
+    """
+
+    experts: np.ndarray
+
+    def __post_init__(self) -> None:
+        shape, dtype = self.experts.shape, self.experts.dtype
+        if len(shape) != 3 or 0 in shape[1:]:
+            raise ValueError(
+                f"routing has shape {list(shape)}; it must be [rows, layers, top_k], with one layer "
+                "and one expert or more."
+            )
+        if dtype not in (np.uint8, np.uint16):
+            raise ValueError(
+                f"routing has element type {dtype}; it must be uint8, or uint16 above 256 experts."
+            )
+
+
 @dataclass(frozen=True)
 class Generation:
     """The sampled tokens of one request.
 
     `token_ids` and `logprobs` have the same length; a stop token is one of them. Log-probabilities
     are float32 values of the renormalised distribution that was really drawn from. `spans` tile the
-    output.
+    output. `routing` is None for a dense model, or where the engine does not report it.
     """
 
     token_ids: tuple[int, ...]
@@ -94,6 +124,7 @@ class Generation:
     queued_s: float
     prefill_s: float
     decode_s: float
+    routing: Routing | None = None
 
 
 @dataclass(frozen=True)
@@ -110,7 +141,12 @@ class Attestation:
 
 @dataclass(frozen=True)
 class EngineDescription:
-    """Facts about an engine; `weight_version` is None until it has attested one."""
+    """Facts about an engine; `weight_version` is None until it has attested one.
+
+    `num_experts` counts the experts of a routed layer: every generation then has a `routing`. It is
+    None for a dense model, or where the engine does not report routing. The routing's other extents
+    are None where they are not known.
+    """
 
     engine_id: str
     engine: str
@@ -119,6 +155,9 @@ class EngineDescription:
     logprobs_mode: LogprobsMode
     compute_dtype: str
     weight_version: int | None
+    num_experts: int | None = None
+    num_routed_layers: int | None = None
+    num_experts_per_token: int | None = None
 
 
 class RolloutEngine(Protocol):
