@@ -98,8 +98,8 @@ class Routing:
         shape, dtype = self.experts.shape, self.experts.dtype
         if len(shape) != 3 or 0 in shape[1:]:
             raise ValueError(
-                f"routing has shape {list(shape)}; it must be [rows, layers, top_k], with one layer "
-                "and one expert or more."
+                f"routing has shape {list(shape)}; it must be [rows, layers, top_k], with one "
+                "layer and one expert or more."
             )
         if dtype not in (np.uint8, np.uint16):
             raise ValueError(
@@ -143,9 +143,9 @@ class Attestation:
 class EngineDescription:
     """Facts about an engine; `weight_version` is None until it has attested one.
 
-    `num_experts` counts the experts of a routed layer: every generation then has a `routing`. It is
-    None for a dense model, or where the engine does not report routing. The routing's other extents
-    are None where they are not known.
+    `num_experts` counts the experts of a routed layer, of an engine that reports `routing` with
+    every generation; None for a dense model, or where routing is not reported. The routing's other
+    extents are None then too, or where they are not known.
     """
 
     engine_id: str
