@@ -8,11 +8,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import duckdb
+import numpy as np
 import pyarrow as pa
 
 from schemas.expectations import RULES, Rule
 
-Limits = Mapping[str, float | int | str]
+# None where a bound is not known or does not apply; the rule that reads it says which.
+Limits = Mapping[str, float | int | str | None]
 
 
 @dataclass(frozen=True)
@@ -43,10 +45,41 @@ def _window(connection: duckdb.DuckDBPyConnection, rules: Iterable[Rule], rows: 
     ).to_arrow_table()
 
 
+_ROUTING_KEY = ("trajectory_id", "sequence_index", "segment_index")
+
+
+def _routing_facts(routing: pa.Table) -> pa.Table:
+    """What the rules ask of each row of `routing`, without its experts.
+
+    Beside the row's own numbers: `num_bytes`, `item_bytes` (0 for an unknown `dtype`) and
+    `largest_expert`, NULL where `experts` cannot be read. DuckDB has no view of a blob's elements.
+    """
+    item_bytes, largest = [], []
+    for name, experts in zip(
+        routing.column("dtype").to_pylist(), routing.column("experts"), strict=True
+    ):
+        data = experts.as_buffer()
+        dtype = {"uint8": np.dtype("u1"), "uint16": np.dtype("<u2")}.get(name)
+        item_bytes.append(dtype.itemsize if dtype else 0)
+        readable = dtype is not None and data.size > 0 and data.size % dtype.itemsize == 0
+        largest.append(int(np.frombuffer(data, dtype).max()) if readable else None)
+    columns = [*_ROUTING_KEY, "num_layers", "top_k", "num_rows"]
+    facts = {
+        "num_bytes": [len(experts.as_buffer()) for experts in routing.column("experts")],
+        "item_bytes": item_bytes,
+        "largest_expert": largest,
+    }
+    table = routing.select(columns)
+    for name, values in facts.items():
+        table = table.append_column(name, pa.array(values, pa.int64()))
+    return table
+
+
 def profile_rollouts(
     trajectories: pa.Table,
     segments: pa.Table,
     requests: pa.Table,
+    routing: pa.Table,
     recorded: pa.Table,
     limits: Limits,
 ) -> Profile:
@@ -61,19 +94,37 @@ def profile_rollouts(
         trajectories=trajectories,
         segments=segments,
         requests=requests,
+        routing=_routing_facts(routing),
         recorded=recorded,
     )
     by_segment = _counters(rules, "segment", "sum(coalesce(({})::BIGINT, 0)) AS {}")
     summed = _counters(rules, "segment", "coalesce(c.{1}, 0)::DOUBLE AS {1}")
     by_trajectory = _counters(rules, "trajectory", "coalesce(({})::INTEGER, 0)::DOUBLE AS {}")
     profile = connection.sql(f"""
-        WITH ordered AS (
-            SELECT *,
+        WITH routed AS (
+            -- One row a segment, so that a doubled one cannot multiply the segment itself.
+            SELECT {", ".join(_ROUTING_KEY)}, count(*) AS routing_count,
+                any_value(num_rows) AS routing_rows,
+                any_value(num_layers) AS routing_layers,
+                any_value(top_k) AS routing_top_k,
+                any_value(num_bytes) AS routing_bytes,
+                any_value(item_bytes) AS routing_item_bytes,
+                max(largest_expert) AS largest_expert
+            FROM routing GROUP BY ALL
+        ),
+        usual AS (
+            SELECT mode(num_layers) AS usual_layers, mode(top_k) AS usual_top_k FROM routing
+        ),
+        ordered AS (
+            SELECT segments.*, routed.* EXCLUDE ({", ".join(_ROUTING_KEY)}), usual.*,
                 max(weight_version) OVER earlier AS previous_version,
                 coalesce(sum(len(token_ids)) OVER earlier, 0) AS expected_start,
                 sum(len(token_ids)) FILTER (kind = 'action') OVER (
-                    PARTITION BY trajectory_id, sequence_index, turn_index) AS action_tokens
-            FROM segments
+                    PARTITION BY trajectory_id, sequence_index, turn_index) AS action_tokens,
+                segment_index = max(segment_index) OVER (
+                    PARTITION BY trajectory_id, sequence_index) AS is_last,
+                bool_or(kind = 'action') OVER (PARTITION BY trajectory_id) AS was_forwarded
+            FROM segments LEFT JOIN routed USING ({", ".join(_ROUTING_KEY)}), usual
             WINDOW earlier AS (
                 PARTITION BY trajectory_id, sequence_index ORDER BY segment_index
                 ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING)

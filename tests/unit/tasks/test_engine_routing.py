@@ -11,7 +11,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from engine_models import PLAIN, VOCAB, attached, generate_all, prompts, publish, turn_loop
+from engine_models import (
+    PLAIN,
+    VOCAB,
+    attached,
+    chosen_experts,
+    generate_all,
+    prompts,
+    publish,
+    recomputed_experts,
+    turn_loop,
+)
 from transformers import DynamicCache, PreTrainedModel
 
 from tasks.engines.protocol import Generation, Request, VersionSpan
@@ -36,19 +46,6 @@ def requests(count: int, max_tokens: int = 20) -> list[Request]:
     ]
 
 
-def chosen(router_logits: Sequence[torch.Tensor], top_k: int = TOP_K) -> np.ndarray:
-    """Router logits, [T, E] a layer → the top_k experts [T, L, top_k], best first."""
-    layers = [np.argsort(-logits.numpy(), axis=-1, kind="stable") for logits in router_logits]
-    return np.stack(layers, axis=1)[..., :top_k]
-
-
-@torch.inference_mode()
-def recomputed(model: PreTrainedModel, token_ids: Sequence[int], top_k: int = TOP_K) -> np.ndarray:
-    """[T, L, top_k] from one forward pass without a cache."""
-    output = model(input_ids=torch.tensor([token_ids]), use_cache=False, output_router_logits=True)
-    return chosen(output.router_logits, top_k)
-
-
 @torch.inference_mode()
 def recomputed_over_versions(
     models: Sequence[PreTrainedModel], prompt: Sequence[int], output: Sequence[int]
@@ -63,7 +60,7 @@ def recomputed_over_versions(
             use_cache=True,
             output_router_logits=True,
         )
-        rows.append(chosen(result.router_logits))
+        rows.append(chosen_experts(result.router_logits, TOP_K))
         pending = [token]
     return np.concatenate(rows)
 
@@ -76,7 +73,7 @@ def reported(generation: Generation) -> np.ndarray:
 def assert_plain(published, request: Request, generation: Generation) -> None:
     forwarded = (*request.token_ids, *generation.token_ids)[:-1]
     assert len(reported(generation)) == len(request.token_ids) + len(generation.token_ids) - 1
-    assert np.array_equal(reported(generation), recomputed(published.model, forwarded))
+    assert np.array_equal(reported(generation), recomputed_experts(published.model, forwarded))
 
 
 def test_experts_equal_a_plain_forward_pass_while_slots_refill(old):
@@ -131,7 +128,7 @@ def test_keep_takes_rows_from_the_weights_that_forwarded_each_token(old, new):
         assert np.array_equal(reported(generation), expected)
         # The row behind the first new token is already the new weights', and it matters.
         split = len(call.token_ids) + before.end - 1
-        stale = recomputed(old.model, (*call.token_ids, *generation.token_ids)[:-1])
+        stale = recomputed_experts(old.model, (*call.token_ids, *generation.token_ids)[:-1])
         assert np.array_equal(reported(generation)[:split], stale[:split])
         assert not np.array_equal(reported(generation)[split:], stale[split:])
 
@@ -176,7 +173,7 @@ def test_only_routed_layers_have_rows_and_above_256_experts_they_are_wide(tmp_pa
     assert reported(generation).max() > 255
     forwarded = (*call.token_ids, *generation.token_ids)[:-1]
     assert max(forwarded) < VOCAB
-    assert np.array_equal(reported(generation), recomputed(mixed.model, forwarded, top_k=5))
+    assert np.array_equal(reported(generation), recomputed_experts(mixed.model, forwarded))
 
 
 def test_a_dense_model_reports_none_and_gets_no_hook(tmp_path):
