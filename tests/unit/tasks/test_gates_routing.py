@@ -57,6 +57,10 @@ def wide_foreign_expert(r: Rollout) -> None:
     row.update(dtype="uint16", experts=experts.tobytes())
 
 
+def blank_last_row(r: Rollout) -> None:
+    r.routing[1]["experts"] = r.routing[1]["experts"][:-6] + bytes(6)
+
+
 def other_layers(r: Rollout) -> None:
     """As many bytes, read as 2 layers of 3 experts."""
     for row in r.routing:
@@ -83,6 +87,7 @@ def other_layers(r: Rollout) -> None:
         (drop_all_routing, "routing_complete"),
         (foreign_expert, "routing_in_range"),
         (wide_foreign_expert, "routing_in_range"),
+        (blank_last_row, "routing_not_blank"),
     ],
 )
 def test_gate_1_quarantines_faulty_routing(
@@ -104,6 +109,20 @@ def test_gate_1_passes_honest_routing_with_and_without_the_last_row():
         last["num_rows"] += 1
         last["experts"] += bytes([0, 1, 2, 3, 4, 7])
         assert not failed_rules(gate1(rollouts, **ROUTED_LIMITS))
+
+
+def test_gate_1_refuses_the_routing_of_an_engine_that_captured_nothing():
+    rollouts = window(routed=True)
+    for r in rollouts:
+        for row in r.routing:
+            row["experts"] = bytes(len(row["experts"]))
+    judgement = gate1(rollouts, **ROUTED_LIMITS)
+    assert not judgement.ok and failed_rules(judgement) == {"routing_not_blank", "row_fault_share"}
+    # Where one expert is chosen, expert 0 in every layer may be the choice.
+    for r in rollouts:
+        for row in r.routing:
+            row.update(top_k=1, experts=bytes(3 * row["num_rows"]))
+    assert not failed_rules(gate1(rollouts, **{**ROUTED_LIMITS, "num_experts_per_token": 1}))
 
 
 def test_gate_1_takes_a_last_segment_of_one_token_without_routing():
