@@ -24,6 +24,8 @@ def decode_routed_experts(payload: str, num_prompt: int, num_output: int) -> Rou
 
     vLLM sends [rows, layers, top_k]: a row for every position of prompt and output but the last
     sampled token, and a layer for every layer of the model. A layer without a router holds zeros.
+    So does everything where nothing was captured: on a CPU, vLLM must run with `--enforce-eager`,
+    since compiling traces the router's hook away.
 
     Args:
         payload: the field as it came; a choice without it has no routing.
