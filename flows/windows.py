@@ -29,6 +29,9 @@ def gate1_limits(run: OpenRun, context: RolloutContext) -> Limits:
         "tokenizer_sha256": context.renderer.tokenizer_sha256,
         "chat_template_sha256": context.renderer.chat_template_sha256,
         "engine": engine.engine,
+        "num_experts": engine.num_experts,
+        "num_routed_layers": engine.num_routed_layers,
+        "num_experts_per_token": engine.num_experts_per_token,
     }
 
 

@@ -8,11 +8,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import duckdb
+import numpy as np
 import pyarrow as pa
 
 from schemas.expectations import RULES, Rule
 
-Limits = Mapping[str, float | int | str]
+# None where a bound is not known or does not apply; the rule that reads it says which.
+Limits = Mapping[str, float | int | str | None]
 
 
 @dataclass(frozen=True)
@@ -43,10 +45,43 @@ def _window(connection: duckdb.DuckDBPyConnection, rules: Iterable[Rule], rows: 
     ).to_arrow_table()
 
 
+_ROUTING_KEY = ("trajectory_id", "sequence_index", "segment_index")
+
+
+def _routing_facts(routing: pa.Table) -> pa.Table:
+    """What the rules ask of each row of `routing`, without its experts.
+
+    Beside the row's own numbers: `num_bytes`, `item_bytes` (0 for an unknown `dtype`), and, NULL
+    where `experts` cannot be read so, `largest_expert` and `num_blank`, the tokens whose experts
+    are 0 in every layer. DuckDB has no view of a blob's elements.
+    """
+    facts: dict[str, list[int | None]] = {
+        name: [] for name in ("num_bytes", "item_bytes", "largest_expert", "num_blank")
+    }
+    shapes = routing.select(["dtype", "num_layers", "top_k"]).to_pylist()
+    for shape, experts in zip(shapes, routing.column("experts"), strict=True):
+        data = np.frombuffer(experts.as_buffer(), np.uint8)
+        dtype = {"uint8": np.dtype("u1"), "uint16": np.dtype("<u2")}.get(shape["dtype"])
+        item_bytes = dtype.itemsize if dtype else 0
+        row_bytes = item_bytes * shape["num_layers"] * shape["top_k"]
+        largest, num_blank = None, None
+        if dtype and len(data) and row_bytes > 0 and len(data) % row_bytes == 0:
+            largest = int(data.view(dtype).max())
+            num_blank = int((~data.reshape(-1, row_bytes).any(axis=1)).sum())
+        values = (len(data), item_bytes, largest, num_blank)
+        for name, value in zip(facts, values, strict=True):
+            facts[name].append(value)
+    table = routing.select([*_ROUTING_KEY, "num_layers", "top_k", "num_rows"])
+    for name, values in facts.items():
+        table = table.append_column(name, pa.array(values, pa.int64()))
+    return table
+
+
 def profile_rollouts(
     trajectories: pa.Table,
     segments: pa.Table,
     requests: pa.Table,
+    routing: pa.Table,
     recorded: pa.Table,
     limits: Limits,
 ) -> Profile:
@@ -61,19 +96,38 @@ def profile_rollouts(
         trajectories=trajectories,
         segments=segments,
         requests=requests,
+        routing=_routing_facts(routing),
         recorded=recorded,
     )
     by_segment = _counters(rules, "segment", "sum(coalesce(({})::BIGINT, 0)) AS {}")
     summed = _counters(rules, "segment", "coalesce(c.{1}, 0)::DOUBLE AS {1}")
     by_trajectory = _counters(rules, "trajectory", "coalesce(({})::INTEGER, 0)::DOUBLE AS {}")
     profile = connection.sql(f"""
-        WITH ordered AS (
-            SELECT *,
+        WITH routed AS (
+            -- One row a segment, so that a doubled one cannot multiply the segment itself.
+            SELECT {", ".join(_ROUTING_KEY)}, count(*) AS routing_count,
+                any_value(num_rows) AS routing_rows,
+                any_value(num_layers) AS routing_layers,
+                any_value(top_k) AS routing_top_k,
+                any_value(num_bytes) AS routing_bytes,
+                any_value(item_bytes) AS routing_item_bytes,
+                max(largest_expert) AS largest_expert,
+                max(num_blank) AS routing_blank_rows
+            FROM routing GROUP BY ALL
+        ),
+        usual AS (
+            SELECT mode(num_layers) AS usual_layers, mode(top_k) AS usual_top_k FROM routing
+        ),
+        ordered AS (
+            SELECT segments.*, routed.* EXCLUDE ({", ".join(_ROUTING_KEY)}), usual.*,
                 max(weight_version) OVER earlier AS previous_version,
                 coalesce(sum(len(token_ids)) OVER earlier, 0) AS expected_start,
                 sum(len(token_ids)) FILTER (kind = 'action') OVER (
-                    PARTITION BY trajectory_id, sequence_index, turn_index) AS action_tokens
-            FROM segments
+                    PARTITION BY trajectory_id, sequence_index, turn_index) AS action_tokens,
+                segment_index = max(segment_index) OVER (
+                    PARTITION BY trajectory_id, sequence_index) AS is_last,
+                bool_or(kind = 'action') OVER (PARTITION BY trajectory_id) AS was_forwarded
+            FROM segments LEFT JOIN routed USING ({", ".join(_ROUTING_KEY)}), usual
             WINDOW earlier AS (
                 PARTITION BY trajectory_id, sequence_index ORDER BY segment_index
                 ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING)

@@ -25,6 +25,7 @@ class Window:
     trajectories: pa.Table
     segments: pa.Table
     requests: pa.Table
+    routing: pa.Table
 
     @classmethod
     def of(cls, rollouts: Sequence[Rollout]) -> "Window":
@@ -33,6 +34,7 @@ class Window:
             _table("trajectories", [rollout.trajectory for rollout in ordered]),
             _table("segments", [row for rollout in ordered for row in rollout.segments]),
             _table("requests", [row for rollout in ordered for row in rollout.requests]),
+            _table("routing", [row for rollout in ordered for row in rollout.routing]),
         )
 
 
@@ -114,7 +116,9 @@ def record_rollouts(
     """Writes a window and judges it at gate 1. Nothing is visible until the caller commits the
     returned write ids; on a refusal these hold only the validations."""
     known = lake.read("trajectories", run_id=run_id, columns=["trajectory_id"])
-    profile = profile_rollouts(window.trajectories, window.segments, window.requests, known, limits)
+    profile = profile_rollouts(
+        window.trajectories, window.segments, window.requests, window.routing, known, limits
+    )
     judgement = judge(1, scope, profile, limits)
 
     def append(table: str, rows: pa.Table) -> str:
@@ -128,6 +132,8 @@ def record_rollouts(
             append("segments", window.segments),
             append("requests", window.requests),
         ]
+        if window.routing.num_rows:
+            write_ids.append(append("routing", window.routing))
         if quarantined:
             write_ids.append(append("quarantine", _table("quarantine", quarantined)))
     ids = tuple(window.trajectories.column("trajectory_id").to_pylist())

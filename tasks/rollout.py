@@ -16,6 +16,7 @@ from tasks.engines.fleet import Fleet
 from tasks.engines.protocol import EngineTimeout, Generation, Request, Sampling
 from tasks.environments.protocol import Environment, ScorerError, Task
 from tasks.renderers import Renderer
+from tasks.routed_tokens import RoutedTokens
 from tasks.seeds import derive_seed
 
 Row = dict[str, Any]
@@ -33,11 +34,13 @@ class RolloutContext:
 
 @dataclass
 class Rollout:
-    """One finished rollout as lake rows: its trajectory, its segments and its requests."""
+    """One finished rollout as lake rows: its trajectory, its segments, its requests, and the
+    routing of its segments, which a dense model does not have."""
 
     trajectory: Row
     segments: list[Row]
     requests: list[Row]
+    routing: list[Row]
 
 
 @dataclass
@@ -48,11 +51,13 @@ class _Recorder:
     token_ids: list[int] = field(default_factory=list)
     segments: list[Row] = field(default_factory=list)
     requests: list[Row] = field(default_factory=list)
+    routed: RoutedTokens = field(default_factory=RoutedTokens)
 
     def context(self, kind: Literal["prompt", "observation"], turn: int, ids: list[int]) -> None:
         self._add(kind, turn, ids, None, None, None)
 
     def action(self, turn: int, generation: Generation) -> None:
+        self.routed.add(generation.routing, len(self.token_ids), len(generation.token_ids))
         for span in generation.spans:
             ids = list(generation.token_ids[span.start : span.end])
             logprobs = list(generation.logprobs[span.start : span.end])
@@ -248,7 +253,8 @@ async def sample_trajectory(
         "finished_at": datetime.now(UTC),
         "messages": json.dumps(messages, ensure_ascii=False),
     }
-    return Rollout(trajectory, recorder.segments, recorder.requests)
+    routing = recorder.routed.rows(recorder.segments)
+    return Rollout(trajectory, recorder.segments, recorder.requests, routing)
 
 
 async def sample_group(

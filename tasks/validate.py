@@ -99,7 +99,11 @@ def _great_expectations() -> Any:
 
 
 def _maximum(rule: Rule, limits: Limits) -> float:
-    return float(limits[rule.maximum]) if isinstance(rule.maximum, str) else rule.maximum
+    if not isinstance(rule.maximum, str):
+        return rule.maximum
+    bound = limits[rule.maximum]
+    assert bound is not None, f"{rule.maximum} bounds a rule, so it is always known"
+    return float(bound)
 
 
 def _judge(

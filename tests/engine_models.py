@@ -128,6 +128,19 @@ def recomputed_logprobs(
     return np.array([row[token] for row, token in zip(rows, output, strict=True)])
 
 
+def chosen_experts(router_logits: Sequence[torch.Tensor], top_k: int) -> np.ndarray:
+    """Router logits, [T, E] a layer → the top_k experts [T, L, top_k], best first."""
+    layers = [np.argsort(-logits.numpy(), axis=-1, kind="stable") for logits in router_logits]
+    return np.stack(layers, axis=1)[..., :top_k]
+
+
+@torch.inference_mode()
+def recomputed_experts(model: PreTrainedModel, token_ids: Sequence[int]) -> np.ndarray:
+    """[T, L, top_k] experts of a mixture, from one forward pass without a cache."""
+    output = model(input_ids=torch.tensor([token_ids]), use_cache=False, output_router_logits=True)
+    return chosen_experts(output.router_logits, model.config.num_experts_per_tok)
+
+
 @torch.inference_mode()
 def replay(
     models: Sequence[PreTrainedModel], request: Request

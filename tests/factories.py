@@ -23,13 +23,24 @@ GATE1_LIMITS = {
     "tokenizer_sha256": "t" * 64,
     "chat_template_sha256": "c" * 64,
     "engine": "engine-1",
+    "num_experts": None,
+    "num_routed_layers": None,
+    "num_experts_per_token": None,
 }
+ROUTED_LIMITS = {"num_experts": 8, "num_routed_layers": 3, "num_experts_per_token": 2}
 
 
 def rollout(
-    rng: np.random.Generator, group: int, sample: int, *, version: int = 3, turns: int = 1
+    rng: np.random.Generator,
+    group: int,
+    sample: int,
+    *,
+    version: int = 3,
+    turns: int = 1,
+    routed: bool = False,
 ) -> Rollout:
-    """One honest rollout; `turns` > 1 puts observations between its actions."""
+    """One honest rollout; `turns` > 1 puts observations between its actions, `routed` gives every
+    token but the last its experts."""
     trajectory_id = f"{group:08d}-{sample:03d}-0"
     segments: list[dict[str, Any]] = []
     position = 0
@@ -61,7 +72,25 @@ def rollout(
     actions = [segment for segment in segments if segment["kind"] == "action"]
     reward = float(rng.integers(0, 2))
     trajectory = _trajectory(trajectory_id, group, sample, version, position, actions, reward)
-    return Rollout(trajectory, segments, [_request(action) for action in actions])
+    routing = [_routing(rng, segment, segment is segments[-1]) for segment in segments]
+    requests = [_request(action) for action in actions]
+    return Rollout(trajectory, segments, requests, routing if routed else [])
+
+
+def _routing(rng: np.random.Generator, segment: dict[str, Any], last: bool) -> dict[str, Any]:
+    num_rows = len(segment["token_ids"]) - last
+    num_experts, num_layers, top_k = ROUTED_LIMITS.values()
+    experts = rng.random((num_rows, num_layers, num_experts)).argsort(-1)[..., :top_k]
+    return {
+        "trajectory_id": segment["trajectory_id"],
+        "sequence_index": 0,
+        "segment_index": segment["segment_index"],
+        "num_layers": num_layers,
+        "top_k": top_k,
+        "dtype": "uint8",
+        "num_rows": num_rows,
+        "experts": experts.astype(np.uint8).tobytes(),
+    }
 
 
 def _trajectory(

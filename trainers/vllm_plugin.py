@@ -146,11 +146,15 @@ class Holding:
 
     def held_weights(self) -> dict[str, Any]:
         """`root_hash` of the loaded values (None: neither version), `refusal` of the last update
-        or None, `vocab_size` of the model, and `seconds` that the last update took."""
-        receiver = self.weight_transfer_engine
+        or None, `seconds` that the last update took, and the extents of the model; the layers
+        counted are all that routing is reported for, with a router or without."""
+        receiver, model = self.weight_transfer_engine, self.vllm_config.model_config
         return {
             "root_hash": receiver.root_hash,
             "refusal": receiver.refusal,
-            "vocab_size": self.vllm_config.model_config.get_vocab_size(),
             "seconds": receiver.seconds,
+            "vocab_size": model.get_vocab_size(),
+            "num_layers": model.get_total_num_hidden_layers(),
+            "num_experts": model.get_num_experts(),
+            "num_experts_per_token": model.get_num_experts_per_tok(),
         }

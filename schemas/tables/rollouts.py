@@ -81,12 +81,18 @@ SEGMENTS = Table(
 ROUTING = Table(
     name="routing",
     description="Experts chosen by a mixture-of-experts engine, one row an action or context "
-    "segment, for replay in the trainer's forward pass.",
+    "segment, for replay in the trainer's forward pass. A token forwarded by several requests has "
+    "the experts of the first: of the pass whose logits drew the token after it.",
     columns=(
         TRAJECTORY_ID,
         SEQUENCE_INDEX,
         SEGMENT_INDEX,
-        required("num_layers", pa.int16(), "Routed layers in each row of `experts`."),
+        required(
+            "num_layers",
+            pa.int16(),
+            "Layers in each row of `experts`: the routed ones (torch engine), or all of the "
+            "model's, those without a router holding zeros (vLLM).",
+        ),
         required("top_k", pa.int16(), "Experts chosen a token and layer."),
         required(
             "dtype", pa.string(), "Element type of `experts`: uint8 or uint16, little endian."

@@ -32,14 +32,21 @@ class Batch:
         if admitted:
             now_s = time.perf_counter()
             prompts = [entry.request.token_ids for entry in admitted]
-            logits, num_cached = self._runner.prefill(model, first_row, prompts)
+            logits, num_cached, experts = self._runner.prefill(model, first_row, prompts)
             for entry, num_cached_tokens in zip(admitted, num_cached, strict=True):
                 entry.admit(now_s, num_cached_tokens)
+            if experts is not None:
+                for entry, rows in zip(admitted, experts, strict=True):
+                    entry.routed(rows)
             self._sample(admitted, logits, version)
         if self.entries:
             last_ids = [entry.token_ids[-1] for entry in self.entries]
             lengths = [entry.num_tokens - 1 for entry in self.entries]
-            self._sample(self.entries, self._runner.decode(model, last_ids, lengths), version)
+            logits, chosen = self._runner.decode(model, last_ids, lengths)
+            if chosen is not None:
+                for row, entry in enumerate(self.entries):
+                    entry.routed(chosen[row : row + 1])
+            self._sample(self.entries, logits, version)
 
     def abort(self) -> None:
         """Hand out what every request has, and free all rows."""

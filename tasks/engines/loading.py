@@ -45,13 +45,14 @@ def read_config(model_dir: Path) -> PreTrainedConfig:
 
 
 class WeightLoader:
-    """Builds models of one configuration from published folders."""
+    """Builds models of one configuration from published folders; `skeleton` is one on `meta`."""
 
     def __init__(self, config: PreTrainedConfig, dtype: torch.dtype) -> None:
         self._config = config
         self._dtype = dtype
         with torch.device("meta"):
             skeleton = AutoModelForCausalLM.from_config(config)
+        self.skeleton: PreTrainedModel = skeleton
         self._model_class: type[PreTrainedModel] = type(skeleton)
         self._shapes = {
             name: tuple(tensor.shape)

@@ -4,15 +4,18 @@ Knows tensors and slots, and nothing of requests, versions or sampling. Prompts 
 right: with causal attention no real token sees a pad, so a prefill needs no mask and takes the fast
 kernel, and the columns a pad wrote are masked in decoding until a real token overwrites them.
 
-Shapes: M rows in prefill, N active rows, P padded prompt length, V vocabulary.
+Shapes: M rows in prefill, N active rows, P padded prompt length, V vocabulary; L routed layers and
+K experts a token of a mixture.
 """
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from tasks.engines.expert_recorder import ExpertRecorder
 from tasks.engines.kv_cache import SlotCache
 
 # Bounds the activations of one prefill pass, whatever is queued.
@@ -20,31 +23,43 @@ _MAX_PREFILL_TOKENS = 8192
 
 
 class ModelRunner:
-    """One cache, and the passes that fill it. The model is an argument: it changes in flight."""
+    """One cache, and the passes that fill it. The model is an argument: it changes in flight.
+
+    Every model given to it has been attached to `experts`.
+    """
 
     def __init__(
-        self, config: PreTrainedConfig, num_slots: int, capacity: int, dtype: torch.dtype
+        self,
+        config: PreTrainedConfig,
+        num_slots: int,
+        capacity: int,
+        dtype: torch.dtype,
+        experts: ExpertRecorder,
     ) -> None:
         num_layers = config.get_text_config().num_hidden_layers
         self._cache = SlotCache(num_layers, num_slots, capacity)
         self._dtype = dtype
+        self._experts = experts
 
     @torch.inference_mode()
     def prefill(
         self, model: PreTrainedModel, first_row: int, prompts: Sequence[tuple[int, ...]]
-    ) -> tuple[Tensor, list[int]]:
+    ) -> tuple[Tensor, list[int], list[np.ndarray] | None]:
         """Fill rows from `first_row` on, computing equal prompts once.
 
         Returns:
-            Logits [M, V] after the last token of each prompt, and for each prompt the number of
-            its tokens that another row's computation covered: none or all of them.
+            Logits [M, V] after the last token of each prompt; for each prompt the number of its
+            tokens that another row's computation covered, none or all of them; and for each prompt
+            the experts of its tokens, [len(prompt), L, K], or None for a dense model.
         """
         rank = {prompt: index for index, prompt in enumerate(dict.fromkeys(prompts))}
         distinct, source = list(rank), [rank[prompt] for prompt in prompts]
-        logits = []
+        logits: list[Tensor] = []
+        experts: list[np.ndarray] = []
         for start, end in _chunks([len(prompt) for prompt in distinct]):
             self._cache.begin_prefill(first_row + start)
             logits.append(self._prefill_chunk(model, distinct[start:end]))
+            experts += self._prompt_experts(distinct[start:end])
         if len(distinct) < len(prompts):
             target = list(range(first_row, first_row + len(prompts)))
             num_columns = max(len(prompt) for prompt in distinct)
@@ -54,7 +69,16 @@ class ModelRunner:
         for prompt, index in zip(prompts, source, strict=True):
             num_cached.append(len(prompt) if index in computed else 0)
             computed.add(index)
-        return torch.cat(logits)[source], num_cached
+        by_prompt = [experts[index] for index in source] if experts else None
+        return torch.cat(logits)[source], num_cached, by_prompt
+
+    def _prompt_experts(self, prompts: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        """[len(prompt), L, K] of each prompt of the pass that just ended, without its padding."""
+        taken = self._experts.take()
+        if taken is None:
+            return []
+        padded = taken.reshape(len(prompts), -1, *taken.shape[1:])
+        return [rows[: len(prompt)] for rows, prompt in zip(padded, prompts, strict=True)]
 
     def _prefill_chunk(self, model: PreTrainedModel, prompts: Sequence[Sequence[int]]) -> Tensor:
         padded_length = max(len(prompt) for prompt in prompts)
@@ -76,8 +100,12 @@ class ModelRunner:
     @torch.inference_mode()
     def decode(
         self, model: PreTrainedModel, token_ids: Sequence[int], lengths: Sequence[int]
-    ) -> Tensor:
-        """Logits [N, V] after one more token on each of the first N rows, `lengths` long so far."""
+    ) -> tuple[Tensor, np.ndarray | None]:
+        """One more token on each of the first N rows, `lengths` long so far.
+
+        Returns:
+            Logits [N, V] after it, and its experts [N, L, K], or None for a dense model.
+        """
         positions = torch.tensor(lengths)
         attends = self._cache.begin_decode(positions)
         mask = torch.zeros(attends.shape, dtype=self._dtype).masked_fill_(~attends, -torch.inf)
@@ -88,7 +116,7 @@ class ModelRunner:
             cache=self._cache,
             use_cache=True,
         )
-        return output.logits[:, 0]
+        return output.logits[:, 0], self._experts.take()
 
     @torch.inference_mode()
     def copy_rows(self, source: list[int], target: list[int], num_columns: int) -> None:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol, get_args
 
+import numpy as np
+
 UpdateMode = Literal["wait", "keep", "abort"]
 FinishReason = Literal["stop", "length", "abort"]
 LogprobsMode = Literal["processed_logprobs", "raw_logprobs"]
@@ -82,6 +84,34 @@ class VersionSpan:
     kv_version_min: int
 
 
+@dataclass(frozen=True, eq=False)
+class Routing:
+    """The experts that a mixture-of-experts engine chose for the tokens it forwarded.
+
+    `experts` is [rows, layers, top_k], uint8 or uint16; row i is the choice for position i of
+    prompt and output, by the pass whose logits drew the token at i + 1. The last sampled token was
+    never forwarded, so there are `num_prompt + num_output - 1` rows at most. Only trailing rows may
+    be missing; a missing row is missing, never expert 0.
+
+    Raises:
+        ValueError: another shape or element type.
+    """
+
+    experts: np.ndarray
+
+    def __post_init__(self) -> None:
+        shape, dtype = self.experts.shape, self.experts.dtype
+        if len(shape) != 3 or 0 in shape[1:]:
+            raise ValueError(
+                f"routing has shape {list(shape)}; it must be [rows, layers, top_k], with one "
+                "layer and one expert or more."
+            )
+        if dtype not in (np.uint8, np.uint16):
+            raise ValueError(
+                f"routing has element type {dtype}; it must be uint8, or uint16 above 256 experts."
+            )
+
+
 @dataclass(frozen=True)
 class EngineLoad:
     """An engine server's own counters, read within a second before a request ended.
@@ -105,6 +135,7 @@ class Generation:
     any; drafted and accepted tokens are None without a drafter. `queued_s` runs until the request
     is sent to the engine or, inside this process, takes a slot; `prefill_s` is None where the
     engine does not tell it from decoding, and `decode_s` then covers all that the engine did.
+    `routing` is None for a dense model, or where the engine does not report it.
     """
 
     token_ids: tuple[int, ...]
@@ -120,6 +151,7 @@ class Generation:
     decode_s: float
     engine_id: str
     load: EngineLoad | None
+    routing: Routing | None = None
 
 
 @dataclass(frozen=True)
@@ -142,7 +174,12 @@ class Attestation:
 
 @dataclass(frozen=True)
 class EngineDescription:
-    """Facts about an engine; `weight_version` is None until it has attested one."""
+    """Facts about an engine; `weight_version` is None until it has attested one.
+
+    `num_experts` counts the experts of a routed layer, of an engine that reports `routing` with
+    every generation; None for a dense model, or where routing is not reported. The routing's other
+    extents are None then too, or where they are not known.
+    """
 
     engine_id: str
     engine: str
@@ -151,6 +188,9 @@ class EngineDescription:
     logprobs_mode: LogprobsMode
     compute_dtype: str
     weight_version: int | None
+    num_experts: int | None = None
+    num_routed_layers: int | None = None
+    num_experts_per_token: int | None = None
 
 
 class EngineLost(RuntimeError):

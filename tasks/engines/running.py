@@ -3,7 +3,9 @@
 import asyncio
 import time
 
-from tasks.engines.protocol import FinishReason, Generation, Request, VersionSpan
+import numpy as np
+
+from tasks.engines.protocol import FinishReason, Generation, Request, Routing, VersionSpan
 from tasks.engines.sampling import uniforms
 
 
@@ -13,6 +15,7 @@ class Running:
     __slots__ = (
         "_admitted_at_s",
         "_engine_id",
+        "_experts",
         "_first_token_s",
         "_kv_version_min",
         "_limit",
@@ -49,6 +52,7 @@ class Running:
         self._admitted_at_s = 0.0
         self._first_token_s = 0.0
         self._num_cached_tokens = 0
+        self._experts: list[np.ndarray] = []
 
     @property
     def num_tokens(self) -> int:
@@ -59,6 +63,10 @@ class Running:
         """Note when its prefill began, and how much of its prompt came from another request."""
         self._admitted_at_s = admitted_at_s
         self._num_cached_tokens = num_cached_tokens
+
+    def routed(self, experts: np.ndarray) -> None:
+        """Take the experts [rows, layers, top_k] of its next tokens that were forwarded."""
+        self._experts.append(experts)
 
     def next_uniform(self) -> float:
         """The uniform number that draws the next token."""
@@ -105,4 +113,5 @@ class Running:
             decode_s=time.perf_counter() - self._first_token_s,
             engine_id=self._engine_id,
             load=None,
+            routing=Routing(np.concatenate(self._experts)) if self._experts else None,
         )

@@ -16,6 +16,7 @@ import torch
 import transformers
 
 from tasks.engines.batch import Batch
+from tasks.engines.expert_recorder import ExpertRecorder
 from tasks.engines.loading import WeightLoader, read_config
 from tasks.engines.model_runner import ModelRunner
 from tasks.engines.protocol import (
@@ -77,7 +78,8 @@ class TorchEngine:
         self._max_model_tokens = max_model_tokens
         self._vocab_size: int = config.get_text_config().vocab_size
         self._loader = WeightLoader(config, dtype)
-        self._batch = Batch(ModelRunner(config, num_slots, max_model_tokens, dtype))
+        self._experts = ExpertRecorder(self._loader.skeleton)
+        self._batch = Batch(ModelRunner(config, num_slots, max_model_tokens, dtype, self._experts))
         self._model: transformers.PreTrainedModel | None = None
         self._version: int | None = None
         self._queue: deque[Running] = deque()
@@ -97,6 +99,9 @@ class TorchEngine:
             logprobs_mode="processed_logprobs",
             compute_dtype=self._compute_dtype,
             weight_version=self._version,
+            num_experts=self._experts.num_experts,
+            num_routed_layers=self._experts.num_layers or None,
+            num_experts_per_token=self._experts.top_k,
         )
 
     async def connect(self) -> None:
@@ -143,6 +148,7 @@ class TorchEngine:
             elif mode == "wait":
                 await self._drain()
                 self._require_open()
+            self._experts.attach(model)
             self._model, self._version = model, version
             self._wake()
         seconds = time.perf_counter() - started_s

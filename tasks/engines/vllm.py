@@ -88,6 +88,7 @@ class VllmEngine:
         self._limiter = AsyncLimiter(1, 1 / per_s) if per_s is not None else None
         self._release = "unknown"
         self._vocab_size = 0
+        self._routing: tuple[int | None, int | None, int | None] = (None, None, None)
         self._version: int | None = None
         self._attested: set[int] = set()
         self._settled = asyncio.Event()
@@ -103,6 +104,9 @@ class VllmEngine:
             logprobs_mode="processed_logprobs",
             compute_dtype=self._compute_dtype,
             weight_version=self._version,
+            num_experts=self._routing[0],
+            num_routed_layers=self._routing[1],
+            num_experts_per_token=self._routing[2],
         )
 
     async def connect(self) -> None:
@@ -142,7 +146,10 @@ class VllmEngine:
             )
         if not await self._http.exists("/inference/v1/generate"):
             raise self._unfit("has no token-in, token-out route", "set --enable-scale-out")
-        self._vocab_size = (await self._held())[0]["vocab_size"]
+        held = (await self._held())[0]
+        self._vocab_size = held["vocab_size"]
+        if info["aux_output_config"]["enable_return_routed_experts"]:
+            self._routing = (held["num_experts"], held["num_layers"], held["num_experts_per_token"])
         self._load = (time.perf_counter(), await self._http.load())
         if self._settings.colocated:
             # A controller that was killed may have left it asleep.

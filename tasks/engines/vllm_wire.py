@@ -7,7 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tasks.engines.protocol import EngineLoad, FinishReason, Generation, Request, VersionSpan
+from tasks.engines.protocol import (
+    EngineLoad,
+    FinishReason,
+    Generation,
+    Request,
+    Routing,
+    VersionSpan,
+)
+from tasks.engines.routing import decode_routed_experts
 
 _FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
@@ -52,6 +60,7 @@ class Answer:
     finish_reason: FinishReason
     num_cached_tokens: int
     drafts: Mapping[str, Any]
+    routing: Routing | None
 
     def generation(
         self,
@@ -87,6 +96,7 @@ class Answer:
             decode_s=decode_s,
             engine_id=engine_id,
             load=load,
+            routing=self.routing,
         )
 
 
@@ -117,6 +127,7 @@ def read_answer(request: Request, body: Mapping[str, Any]) -> Answer:
     if usage["prompt_tokens"] != len(request.token_ids):
         raise ValueError(f"it saw {usage['prompt_tokens']} prompt tokens")
     details = usage["prompt_tokens_details"]
+    experts = choice["routed_experts"]
     return Answer(
         token_ids=token_ids,
         logprobs=tuple(entry["logprob"] for entry in content),
@@ -124,4 +135,7 @@ def read_answer(request: Request, body: Mapping[str, Any]) -> Answer:
         finish_reason=_FINISH_REASONS[choice["finish_reason"]],
         num_cached_tokens=details["cached_tokens"] if details else 0,
         drafts=(body["metrics"] or {}).get("speculative_decoding") or {},
+        routing=None
+        if experts is None
+        else decode_routed_experts(experts, len(request.token_ids), len(token_ids)),
     )

@@ -90,7 +90,7 @@ def test_options_that_stand_alone_in_the_text_are_options_of_some_command():
 
 @by_page
 def test_every_make_target_exists(file: Path):
-    targets = set(re.findall(r"^([a-z]+):", Path("Makefile").read_text(), re.MULTILINE))
+    targets = set(re.findall(r"^([a-z-]+):", Path("Makefile").read_text(), re.MULTILINE))
     named = [words[0] for words in shell_commands(file, "make")]
     named += [span.split()[1] for span in spans(file) if span.startswith("make ")]
     assert set(named) <= targets

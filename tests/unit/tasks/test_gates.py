@@ -7,34 +7,14 @@ from collections.abc import Callable
 import numpy as np
 import pyarrow as pa
 import pytest
+from gate_judgements import failed_rules, gate1, recorded
 
 from schemas.tables import TABLES
-from tasks.profile import profile_rollouts, profile_scores
+from tasks.profile import profile_scores
 from tasks.record import Window, quarantine_of
 from tasks.rollout import Rollout
 from tasks.validate import Judgement, judge
-from tests.factories import GATE1_LIMITS, VOCAB_SIZE, window
-
-
-def recorded(*ids: str) -> pa.Table:
-    return pa.table({"trajectory_id": pa.array(ids, pa.string())})
-
-
-def gate1(rollouts: list[Rollout], known: pa.Table | None = None, **limits: object) -> Judgement:
-    rows = Window.of(rollouts)
-    bounds = {**GATE1_LIMITS, **limits}
-    profile = profile_rollouts(
-        rows.trajectories,
-        rows.segments,
-        rows.requests,
-        recorded() if known is None else known,
-        bounds,
-    )
-    return judge(1, "test", profile, bounds)
-
-
-def failed_rules(judgement: Judgement) -> set[str]:
-    return {result.rule for result in judgement.results if not result.ok}
+from tests.factories import VOCAB_SIZE, window
 
 
 def first_action(rollout: Rollout) -> dict:
