@@ -47,7 +47,7 @@ recompute: install
 seeds: install
 	$(BIN)/python tests/benchmarks/demo_seeds.py
 
-test: install
+test: vllm
 	$(BIN)/python -m pytest
 
 unit: install
@@ -56,7 +56,7 @@ unit: install
 faults: install
 	$(BIN)/python -m pytest tests/faults
 
-integration: install
+integration: vllm
 	$(BIN)/python -m pytest tests/integration
 
 # Opt-in: the decoder of vLLM's routed experts, on a server of its own environment.
