@@ -77,6 +77,7 @@ def _local_server(
         threads=config.engine.threads,
         log=run_store(config) / "logs" / f"vllm-{index}.log",
         startup_timeout_s=vllm.startup_timeout_s,
+        index=index,
     )
 
 

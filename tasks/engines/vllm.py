@@ -126,7 +126,7 @@ class VllmEngine:
             raise self._unfit("has no weight routes", "set VLLM_SERVER_DEV_MODE=1")
         info = (await self._http.get("/server_info?config_format=json"))["vllm_config"]
         model, transfer = info["model_config"], info["weight_transfer_config"] or {}
-        extension = info["parallel_config"]["worker_extension_cls"]
+        parallel = info["parallel_config"]
         longest, dtype = model["max_model_len"], model["dtype"].removeprefix("torch.")
         for found, fits, flag in (
             (model["logprobs_mode"], "processed_logprobs", "--logprobs-mode processed_logprobs"),
@@ -134,8 +134,11 @@ class VllmEngine:
             (dtype, self._compute_dtype, f"--dtype {self._compute_dtype}"),
             (transfer.get("backend"), "rollhouse", "VLLM_PLUGINS=rollhouse and "
              "--weight-transfer-config '{\"backend\": \"rollhouse\"}'"),
-            (extension, "trainers.vllm_plugin.Holding",
+            (parallel["worker_extension_cls"], "trainers.vllm_plugin.Holding",
              "--worker-extension-cls trainers.vllm_plugin.Holding"),
+            # Of several replicas behind one server, only the first says what it holds.
+            (parallel["data_parallel_size"], 1,
+             "--data-parallel-size 1, with a server and a URL for each replica,"),
         ):  # fmt: skip
             if found != fits:
                 raise self._unfit(f"runs with {found} where {fits} is needed", f"set {flag}")

@@ -23,6 +23,7 @@ class LocalServer:
         script: called with model folder, port, longest sequence, dtype and `flags`.
         threads: of its computation (OMP_NUM_THREADS).
         log: file that its output is appended to.
+        index: its number among the servers of the run (SERVER_INDEX), which picks its devices.
 
     Raises `ValueError` if there is no such script.
     """
@@ -38,11 +39,12 @@ class LocalServer:
         threads: int,
         log: Path,
         startup_timeout_s: float,
+        index: int = 0,
     ) -> None:
         if not os.access(script, os.X_OK):
             raise ValueError(
                 f"engine.vllm.launch: {script} is not an executable file; "
-                "infra/vllm/serve-cpu.sh is one to start from."
+                "infra/vllm/serve-cpu.sh and infra/vllm/serve-gpu.sh are two to start from."
             )
         self.port = _free_port()
         # The kernel ends the server with us: a killed controller leaves none behind.
@@ -51,7 +53,12 @@ class LocalServer:
             *(str(script.absolute()), str(model_dir), str(self.port)),
             *(str(max_model_tokens), compute_dtype, *flags),
         ]
-        self._environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+        # HOST, because some shells and compilers' set-ups export a name of that kind.
+        self._environment = os.environ | {
+            "OMP_NUM_THREADS": str(threads),
+            "HOST": "127.0.0.1",
+            "SERVER_INDEX": str(index),
+        }
         self._log = log
         self._startup_timeout_s = startup_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
