@@ -8,6 +8,18 @@ set -euo pipefail
 model_dir=$1 port=$2 max_model_tokens=$3 dtype=$4
 shift 4
 
+# vLLM 0.32 on a CPU writes the temperatures of drafts into a copy that it throws away
+# (_expand_kernel_impl), and then draws at, and reports, whatever the memory held.
+for flag in "$@"; do
+    case $flag in
+        --speculative[-_]config* | -sc | -sc[.=]*)
+            echo "$flag: speculative decoding on a CPU ignores the temperature in vLLM 0.32;" \
+                "remove it." >&2
+            exit 2
+            ;;
+    esac
+done
+
 export VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1} # GiB
 export VLLM_CPU_OMP_THREADS_BIND=${VLLM_CPU_OMP_THREADS_BIND:-nobind}
 export OMP_WAIT_POLICY=PASSIVE # spinning barriers would take the trainer's cores

@@ -20,14 +20,14 @@
 # A URL for each rank is no way out: vLLM refuses it for dense models, and the ranks of a
 # mixture-of-experts model pause only all together, so no engine could be updated by itself.
 #
-# Speculative decoding: vLLM 0.32 accepts drafts by rejection sampling ("standard" and "block"), so
-# that tokens follow the target's distribution. With processed_logprobs, what is reported for an
-# accepted draft, for the token that replaces a rejected one and for the one after the last draft is
-# log p of the target after temperature and truncation: the recorded log mu, whatever the draft's
-# probabilities were. "synthetic" accepts at made-up rates and is refused below; vLLM refuses min_p.
-# A draft model keeps the weights it was started with: as the policy moves, fewer of its drafts are
-# accepted, and nothing else changes. The probe asks for one token at a time and meets no draft;
-# gate 2 checks what is reported for them.
+# Speculative decoding, as vLLM 0.32's code has it: drafts are accepted by rejection sampling
+# ("standard" and "block"), so that tokens follow the target's distribution. What is reported with
+# processed_logprobs for an accepted draft, for the token that replaces a rejected one and for the
+# one after the last draft is log p of the target after temperature and truncation: the recorded
+# log mu, whatever the draft's probabilities were. "synthetic" accepts at made-up rates and is
+# refused below; vLLM refuses min_p. A draft model keeps the weights it was started with: as the
+# policy moves, fewer of its drafts are accepted, and nothing else changes. The probe asks for one
+# token at a time and meets no draft; gate 2 checks what is reported for them.
 set -euo pipefail
 model_dir=$1 port=$2 max_model_tokens=$3 dtype=$4
 shift 4
@@ -62,7 +62,11 @@ if [[ -n ${SPECULATIVE_CONFIG:-} ]]; then
             "recorded; remove it." >&2
         exit 2
     fi
-    flags+=(--speculative-config "$SPECULATIVE_CONFIG")
+    # The second counts drafts for the record.
+    flags+=(
+        --speculative-config "$SPECULATIVE_CONFIG"
+        --per-request-spec-decode-metrics summary
+    )
 fi
 
 exec "$(dirname "$0")/serve.sh" "$model_dir" "$port" "$max_model_tokens" "$dtype" \

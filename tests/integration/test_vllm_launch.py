@@ -133,6 +133,7 @@ def test_knobs_arrive_and_are_off_by_default(parsed):
     assert not plain["enable_return_routed_experts"] and knobs["enable_return_routed_experts"]
     assert not plain["enable_sleep_mode"] and knobs["enable_sleep_mode"]
     assert (plain["speculative_config"], knobs["speculative_config"]) == (None, NGRAM)
+    assert knobs["per_request_spec_decode_metrics"] == "summary"
 
 
 def test_whoever_listens_beyond_loopback_is_warned(parsed, tmp_path: Path):
@@ -160,18 +161,32 @@ def test_each_server_of_a_run_has_devices_of_its_own(
 
 
 @pytest.mark.parametrize(
-    ("knobs", "sentence"),
+    ("script", "knobs", "flags", "sentence"),
     [
         (
+            "serve-gpu.sh",
             {"SERVER_INDEX": "1", "TP": "2", "CUDA_VISIBLE_DEVICES": "0,1,2"},
+            [],
             "CUDA_VISIBLE_DEVICES=0,1,2 leaves no 2 device(s) for server 1",
         ),
         (
+            "serve-gpu.sh",
             {"SPECULATIVE_CONFIG": '{"rejection_sample_method": "synthetic"}'},
+            [],
             "synthetic acceptance draws from another distribution",
         ),
+        (
+            "serve-cpu.sh",
+            {},
+            ["--speculative-config", json.dumps(NGRAM)],
+            "ignores the temperature",
+        ),
+        ("serve-cpu.sh", {}, ["--speculative_config.method=ngram"], "ignores the temperature"),
+        ("serve-cpu.sh", {}, ["-sc.method", "ngram"], "ignores the temperature"),
     ],
 )
-def test_what_cannot_be_right_is_refused(tmp_path: Path, knobs: dict[str, str], sentence: str):
-    done = start(tmp_path, "serve-gpu.sh", knobs, [])
+def test_what_cannot_be_right_is_refused(
+    tmp_path: Path, script: str, knobs: dict[str, str], flags: list[str], sentence: str
+):
+    done = start(tmp_path, script, knobs, flags)
     assert done.returncode == 2 and sentence in done.stderr and done.stdout == ""
