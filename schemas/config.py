@@ -145,6 +145,9 @@ class SamplingSection(Section):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=0)] = 0
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    allow_truncation: bool = False
+    """The policy optimised is the truncated one: the trainer cuts and renormalises as the engine
+    did. Without it top_p, top_k and min_p must be off."""
     max_tokens: Positive
 
     @property
@@ -263,11 +266,11 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _coherent(self):
-        if self.sampling.truncates:
+        if self.sampling.truncates and not self.sampling.allow_truncation:
             raise ValueError(
-                "sampling: top_p, top_k and min_p must be off (1.0, 0, 0.0), because the trainer "
-                "recomputes log-probabilities of the whole distribution and a truncated one would "
-                "bias every importance weight"
+                "sampling: top_p, top_k and min_p must be off (1.0, 0, 0.0), because tokens that "
+                "they cut away get no gradient; set sampling.allow_truncation = true to train the "
+                "truncated distribution instead of the whole one"
             )
         if self.asynchrony.lag_bound < self.asynchrony.k and self.asynchrony.order == "start":
             raise ValueError(

@@ -5,7 +5,8 @@
 Nothing of Rollhouse computes here: each version's folder is loaded by `from_pretrained`, and each
 trajectory that was sampled under that one version is run through it, one sequence at a time, in
 FP32. Prints, for each version, the tokens compared and the largest |log pi - log mu|; exits 1 above
-0.002.
+0.002. The whole distribution is computed, so a run that truncates shows up to -log of the mass it
+keeps.
 """
 
 import sys

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from trainers.packing import Microbatch
+from trainers.truncation import Truncation, truncate
 
 
 def build_model(folder: Path, device: torch.device) -> PreTrainedModel:
@@ -104,10 +105,13 @@ class Policy:
         for name, parameter in self.parameters.items():
             yield name, parameter.to_local().detach().to(torch.bfloat16)
 
-    def logits(self, microbatch: Microbatch, temperatures: Tensor) -> Tensor:
+    def logits(
+        self, microbatch: Microbatch, temperatures: Tensor, truncation: Truncation | None = None
+    ) -> Tensor:
         """Logits over the temperature where an action token is predicted, [K, V] float32.
 
-        `temperatures` [K]: those the tokens were sampled at.
+        `temperatures`, `truncation` [K]: those the tokens were sampled at; None is the whole
+        distribution.
         """
         output = self.model(
             input_ids=microbatch.input_ids.to(self.device),
@@ -116,11 +120,15 @@ class Policy:
             logits_to_keep=microbatch.logit_index.to(self.device),
             use_cache=False,
         )
-        return output.logits[0].float() / temperatures.to(self.device)[:, None]
+        scaled = output.logits[0].float() / temperatures.to(self.device)[:, None]
+        return scaled if truncation is None else truncate(scaled, microbatch.target_ids, truncation)
 
-    def logprobs(self, microbatch: Microbatch, temperatures: Tensor) -> Tensor:
-        """Log-probability of each action token at its temperature, [K] float32."""
-        return select(self.logits(microbatch, temperatures).log_softmax(-1), microbatch)
+    def logprobs(
+        self, microbatch: Microbatch, temperatures: Tensor, truncation: Truncation | None = None
+    ) -> Tensor:
+        """Log-probability of each action token as it was sampled, [K] float32."""
+        logits = self.logits(microbatch, temperatures, truncation)
+        return select(logits.log_softmax(-1), microbatch)
 
 
 def select(log_softmax: Tensor, microbatch: Microbatch) -> Tensor:

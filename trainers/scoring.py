@@ -1,6 +1,7 @@
 """Old log-probabilities, entropies and correction weights of a batch, before any gradient.
 
-pi_old is version b - 1 at the sampling temperature, computed by the trainer's own forward pass.
+pi_old is version b - 1 at the sampling temperature, truncated where the rollout was, computed by
+the trainer's own forward pass.
 Gate 2 compares it with what the engine reported. On a seeded sample of trajectories the tokens are
 also scored under the version that sampled them, which separates what the engine got wrong from how
 far the policy has moved; it costs one load of the weights per stale version in the sample.
@@ -23,6 +24,7 @@ from trainers.corrections import CORRECTIONS, Correction
 from trainers.packing import TrainingSequence, assign, empty_microbatch, pack
 from trainers.policy import Policy, select
 from trainers.sequences import TrainingBatch
+from trainers.truncation import Truncation
 
 Weights = Iterable[tuple[str, Tensor]]
 
@@ -40,18 +42,23 @@ class Scores:
 
 @torch.no_grad()
 def forward(
-    policy: Policy, sequences: Sequence[TrainingSequence], temperatures: Tensor, token_budget: int
+    policy: Policy,
+    sequences: Sequence[TrainingSequence],
+    temperatures: Tensor,
+    truncation: Truncation,
+    token_budget: int,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability and entropy of every action token of `sequences`, on every rank.
 
-    `temperatures` and both results are over those action tokens, in order.
+    `temperatures`, `truncation` and both results are over those action tokens, in order.
     """
     results = torch.zeros(2, len(temperatures))
     share = assign(pack(sequences, token_budget), dist.get_world_size())[dist.get_rank()]
     for microbatch in share:
         microbatch = microbatch or empty_microbatch()
         index = microbatch.action_index
-        log_softmax = policy.logits(microbatch, temperatures[index]).log_softmax(-1)
+        logits = policy.logits(microbatch, temperatures[index], truncation[index])
+        log_softmax = logits.log_softmax(-1)
         results[0, index] = select(log_softmax, microbatch).cpu()
         results[1, index] = -(log_softmax.exp() * log_softmax).sum(-1).cpu()
     # Each token is computed on one rank and zero on the others, so the sum is exact.
@@ -72,7 +79,9 @@ def score(
 
     `read_version(v)` gives the whole published tensors of version v.
     """
-    old, entropies = forward(policy, batch.sequences, batch.temperatures, token_budget)
+    old, entropies = forward(
+        policy, batch.sequences, batch.temperatures, batch.truncation, token_budget
+    )
     version, own_known = _audited(batch, audit_fraction, seed)
     own = torch.full_like(old, torch.nan)
     own[own_known] = old[own_known]
@@ -84,7 +93,11 @@ def score(
         chosen = torch.unique(batch.action_sequence[at_version]).tolist()
         tokens = torch.isin(batch.action_sequence, torch.tensor(chosen))
         logprobs, _ = forward(
-            policy, [batch.sequences[i] for i in chosen], batch.temperatures[tokens], token_budget
+            policy,
+            [batch.sequences[i] for i in chosen],
+            batch.temperatures[tokens],
+            batch.truncation[tokens],
+            token_budget,
         )
         all_logprobs = torch.full_like(old, torch.nan)
         all_logprobs[tokens] = logprobs

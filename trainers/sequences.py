@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tasks.lake import Batch
 from trainers.packing import TrainingSequence
+from trainers.truncation import Truncation
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class TrainingBatch:
 
     `rewards` [B] f64, `group_ids` [B]; `sequence_trajectory` [number of sequences] and
     `action_sequence` [N] index trajectories and sequences; `rollout_logprobs` and `temperatures`
-    [N] f32.
+    [N] f32, `truncation` [N].
     """
 
     batch: int
@@ -60,6 +61,7 @@ class TrainingBatch:
     action_sequence: Tensor
     rollout_logprobs: Tensor
     temperatures: Tensor
+    truncation: Truncation
     segments: ActionSegments
 
     @property
@@ -138,9 +140,13 @@ def training_batch(batch: Batch) -> TrainingBatch:
     rollout_logprobs = torch.from_numpy(_flat(batch.segments, "rollout_logprobs", np.float32))
     if len(rollout_logprobs) != len(action_sequence):
         raise _damaged(batch, "more or fewer log-probabilities than action tokens")
-    temperatures = torch.tensor(
-        [sampling["temperature"] for sampling in batch.trajectories.column("sampling").to_pylist()]
-    )
+    sampling = batch.trajectories.column("sampling").to_pylist()
+
+    def as_sampled(parameter: str) -> Tensor:
+        """A sampling parameter of each action token, [N]; a double is rounded to f32."""
+        values = torch.tensor([row[parameter] for row in sampling])
+        return values[sequence_trajectory[action_sequence]]
+
     return TrainingBatch(
         batch=batch.batch,
         admission=batch.admission,
@@ -154,7 +160,8 @@ def training_batch(batch: Batch) -> TrainingBatch:
         sequence_trajectory=sequence_trajectory,
         action_sequence=action_sequence,
         rollout_logprobs=rollout_logprobs,
-        temperatures=temperatures[sequence_trajectory[action_sequence]],
+        temperatures=as_sampled("temperature"),
+        truncation=Truncation(as_sampled("top_k"), as_sampled("top_p"), as_sampled("min_p")),
         segments=ActionSegments(
             trajectory=rows["trajectory"][is_action],
             sequence_index=rows["sequence_index"][is_action],

@@ -43,6 +43,7 @@ def token_data(
         weights=correction.weights,
         included=correction.included,
         temperatures=batch.temperatures,
+        truncation=batch.truncation,
     )
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from trainers.losses import LOSSES, ClipRange, clip_binds, reduce_loss
 from trainers.packing import TrainingSequence, assign, empty_microbatch, num_forwarded, pack
 from trainers.policy import Policy
+from trainers.truncation import Truncation
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class TokenData:
     weights: Tensor
     included: Tensor
     temperatures: Tensor
+    truncation: Truncation
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ def accumulate_gradients(
     for microbatch in share:
         microbatch = microbatch or empty_microbatch()
         index = microbatch.action_index
-        logprobs = policy.logprobs(microbatch, data.temperatures[index])
+        logprobs = policy.logprobs(microbatch, data.temperatures[index], data.truncation[index])
         old, advantages, weights, included = (
             values[index].to(policy.device)
             for values in (data.old_logprobs, data.advantages, data.weights, data.included)

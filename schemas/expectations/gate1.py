@@ -284,10 +284,11 @@ RULES: tuple[Rule, ...] = (
         "(SELECT count(*) FROM trajectories t WHERE ("
         " t.sampling.temperature IS DISTINCT FROM CASE t.split WHEN 'train'"
         " THEN limits.temperature ELSE limits.heldout_temperature END"
-        " OR t.sampling.top_p IS DISTINCT FROM 1.0 OR t.sampling.top_k IS DISTINCT FROM 0"
-        " OR t.sampling.min_p IS DISTINCT FROM 0.0"
+        " OR t.sampling.top_p IS DISTINCT FROM limits.top_p"
+        " OR t.sampling.top_k IS DISTINCT FROM limits.top_k"
+        " OR t.sampling.min_p IS DISTINCT FROM limits.min_p"
         " OR t.sampling.max_tokens IS DISTINCT FROM limits.max_tokens))",
-        "Rollouts were sampled with the configured parameters, and without truncation.",
+        "Rollouts were sampled with the configured parameters.",
         "A parameter that was defaulted or overridden on the way to the engine.",
     ),
     Rule(

@@ -42,7 +42,7 @@ SCORES = Table(
             "old_logprobs",
             pa.list_(pa.float32()),
             "Log-probability of each token under version batch - 1, recomputed by the trainer at "
-            "the sampling temperature, without truncation.",
+            "the sampling temperature, truncated as the rollout was.",
         ),
         optional(
             "own_version_logprobs",
@@ -51,7 +51,9 @@ SCORES = Table(
             "Separates engine mismatch from policy drift.",
         ),
         required(
-            "entropies", pa.list_(pa.float32()), "Entropy in nats at the sampling temperature."
+            "entropies",
+            pa.list_(pa.float32()),
+            "Entropy in nats of the distribution that old_logprobs are of.",
         ),
         required(
             "correction_weights",
@@ -102,7 +104,7 @@ STEPS = Table(
         required(
             "entropy_mean",
             pa.float64(),
-            "Mean entropy of action tokens, nats, at the sampling temperature.",
+            "Mean entropy of action tokens, nats, at the sampling temperature and truncation.",
         ),
         required("gradient_norm", pa.float64(), "Global norm before clipping."),
         required("learning_rate", pa.float64(), "Used for this step."),

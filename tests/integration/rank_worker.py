@@ -19,6 +19,7 @@ from trainers.optimizer import AdamWSettings, MasterAdamW
 from trainers.packing import TrainingSequence
 from trainers.policy import Policy
 from trainers.scoring import forward
+from trainers.truncation import Truncation
 from trainers.update import Objective, TokenData, accumulate_gradients
 
 SETTINGS = AdamWSettings(
@@ -54,8 +55,12 @@ def main() -> None:
         optimizer.load(load_file(policy_folder / "model.safetensors").items(), "policy")
     sequences, advantages, weights = data()
     temperatures = torch.full_like(advantages, 0.8)
-    old, entropies = forward(policy, sequences, temperatures, TOKEN_BUDGET)
-    tokens = TokenData(old, advantages, weights, torch.ones_like(weights).bool(), temperatures)
+    # Every other token is sampled from a nucleus.
+    odd = torch.arange(len(advantages)) % 2
+    truncation = Truncation(torch.zeros_like(odd), 1 - 0.1 * odd, torch.zeros_like(advantages))
+    old, entropies = forward(policy, sequences, temperatures, truncation, TOKEN_BUDGET)
+    included = torch.ones_like(weights).bool()
+    tokens = TokenData(old, advantages, weights, included, temperatures, truncation)
     objective = Objective("ppo_clip", ClipRange(0.2, 0.2))
     kept = {"old": old, "entropies": entropies}
     for step in range(3):

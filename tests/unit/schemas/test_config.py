@@ -71,7 +71,9 @@ def test_a_minimal_file_is_synchronous_and_untruncated():
         ("batch.minibatches", 5, ["batch", "not a multiple of minibatches = 5"]),
         ("batch.group_size", 1, ["batch.group_size", "greater than or equal to 2"]),
         ("sampling.temperature", 0, ["sampling.temperature", "greater than 0"]),
-        ("sampling.top_p", 0.9, ["top_p", "bias every importance weight"]),
+        ("sampling.top_p", 0.9, ["top_p", "sampling.allow_truncation = true"]),
+        ("sampling.top_k", 5, ["top_k", "sampling.allow_truncation = true"]),
+        ("sampling.min_p", 0.1, ["min_p", "sampling.allow_truncation = true"]),
         ("sampling.max_tokens", 64, ["leaves no room for a prompt"]),
         ("run.run_id", "../x", ["run.run_id", "pattern"]),
         ("run.seed", -1, ["run.seed"]),
@@ -87,6 +89,13 @@ def test_a_bad_value_is_named_with_its_fix(path: str, value: Any, parts: list[st
     assert text.startswith("r.toml: ")
     for part in parts:
         assert part in text
+
+
+def test_truncation_is_taken_from_someone_who_means_it():
+    data = with_("sampling.allow_truncation", True)
+    assert not parse_run_config(data, "r.toml").sampling.truncates
+    data["sampling"]["top_p"] = 0.9
+    assert parse_run_config(data, "r.toml").sampling.truncates
 
 
 def test_max_lag_below_k_is_refused_where_it_would_starve():

@@ -285,10 +285,23 @@ def test_gate_1_refuses_a_window_made_under_other_conditions(column: str, value:
     assert not judgement.ok and failed_rules(judgement) == {rule}
 
 
-def test_gate_1_refuses_parameters_that_were_not_configured():
+@pytest.mark.parametrize(
+    ("parameter", "value"),
+    [("temperature", 0.9), ("top_p", 0.9), ("top_k", 5), ("min_p", 0.05), ("min_p", None)],
+)
+def test_gate_1_refuses_parameters_that_were_not_configured(parameter: str, value: float | None):
     rollouts = window()
-    rollouts[0].trajectory["sampling"]["top_p"] = 0.9
+    rollouts[0].trajectory["sampling"][parameter] = value
     assert failed_rules(gate1(rollouts)) == {"sampling_as_configured"}
+
+
+def test_gate_1_passes_truncation_where_all_was_truncated_as_configured():
+    rollouts, configured = window(), {"top_p": 0.9, "top_k": 5, "min_p": 0.05}
+    for rollout in rollouts:
+        rollout.trajectory["sampling"] |= configured
+    assert gate1(rollouts, **configured).ok
+    rollouts[0].trajectory["sampling"]["top_p"] = 1.0
+    assert failed_rules(gate1(rollouts, **configured)) == {"sampling_as_configured"}
 
 
 def test_gate_1_refuses_a_window_where_faults_are_the_rule():

@@ -14,6 +14,7 @@ from trainers.sequences import training_batch
 SETTINGS = AdamWSettings(
     beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.0, max_gradient_norm=1.0
 )
+SAMPLING = {"temperature": 0.7, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
 SEGMENTS = [
     # segment, start, kind, version, kv_version, token_ids: version 2 is what the trainer holds
     (0, 0, "prompt", None, None, [1, 2]),
@@ -40,7 +41,7 @@ def _batch():
         for segment, start, kind, version, kv_version, ids in SEGMENTS
     ]
     trajectories = [
-        {"trajectory_id": name, "group_id": 0, "reward": 0.0, "sampling": {"temperature": 0.7}}
+        {"trajectory_id": name, "group_id": 0, "reward": 0.0, "sampling": SAMPLING}
         for name in ("a", "b")
     ]
     return training_batch(

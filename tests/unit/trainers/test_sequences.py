@@ -20,6 +20,10 @@ SEGMENTS = [
     ("b", 0, 0, 0, "prompt", None, None, [9], None),
     ("b", 0, 1, 1, "action", 4, 4, [10, 11], [-0.5, -0.6]),
 ]
+SAMPLING = (
+    {"temperature": 0.5, "top_p": 1.0, "top_k": 0, "min_p": 0.0},
+    {"temperature": 2.0, "top_p": 0.75, "top_k": 7, "min_p": 0.25},
+)
 COLUMNS = (
     *("trajectory_id", "sequence_index", "segment_index", "start_position", "kind"),
     *("weight_version", "kv_version_min", "token_ids", "rollout_logprobs"),
@@ -32,9 +36,9 @@ def _batch(segments=SEGMENTS, rewards=(1.0, 0.25)):
             "trajectory_id": name,
             "group_id": 7,
             "reward": reward,
-            "sampling": {"temperature": temperature},
+            "sampling": sampling,
         }
-        for name, reward, temperature in zip("ab", rewards, (0.5, 2.0), strict=True)
+        for name, reward, sampling in zip("ab", rewards, SAMPLING, strict=True)
     ]
     rows = [dict(zip(COLUMNS, row, strict=True)) for row in segments]
     return Batch(
@@ -64,6 +68,9 @@ def test_sequences_and_flat_arrays_by_hand():
     assert batch.action_trajectory.tolist() == [0, 0, 0, 0, 1, 1]
     assert batch.rollout_logprobs.tolist() == pytest.approx([-0.1, -0.2, -0.3, -0.4, -0.5, -0.6])
     assert batch.temperatures.tolist() == [0.5, 0.5, 0.5, 0.5, 2.0, 2.0]
+    assert batch.truncation.top_p.tolist() == [1.0, 1.0, 1.0, 1.0, 0.75, 0.75]
+    assert batch.truncation.top_k.tolist() == [0, 0, 0, 0, 7, 7]
+    assert batch.truncation.min_p.tolist() == [0.0, 0.0, 0.0, 0.0, 0.25, 0.25]
 
 
 def test_action_segments_keep_their_versions():
