@@ -8,12 +8,13 @@ from typing import Any
 from flows.opening import OpenRun, Report, published_dir
 from tasks.engines.fleet import Fleet
 from tasks.engines.probe import ProbeResult, probe
-from tasks.engines.protocol import Attestation, EngineLost, RolloutEngine
+from tasks.engines.protocol import Attestation, EngineLost, EngineTimeout, RolloutEngine
 from tasks.environments import make_environment
 from tasks.renderers import Renderer
 from tasks.rollout import RolloutContext
 
 RETRY_S = 1.0
+MAX_RETRY_S = 60.0
 
 
 class EngineRefused(RuntimeError):
@@ -21,8 +22,8 @@ class EngineRefused(RuntimeError):
 
 
 async def attach(run: OpenRun, fleet: Fleet) -> RolloutContext:
-    """Attaches every engine of a new fleet; raises `EngineRefused` or `ValueError` if one cannot
-    be, since a run should not begin with fewer engines than it was given."""
+    """Attaches every engine of a new fleet; raises `EngineRefused`, `EngineLost` or `ValueError` if
+    one cannot be, since a run should not begin with fewer engines than it was given."""
     renderer = Renderer(published_dir(run, 0)[0])
     first = run.ledger.last("version_published", version=0)
     assert first is not None
@@ -33,10 +34,7 @@ async def attach(run: OpenRun, fleet: Fleet) -> RolloutContext:
                 "began with; restore the folder."
             )
     environment = make_environment(run.config.environment.name, run.config.environment.options)
-    try:
-        await asyncio.gather(*(member.connect() for member in fleet.members))
-    except EngineLost as error:
-        raise EngineRefused(str(error)) from error
+    await asyncio.gather(*(member.connect() for member in fleet.members))
     context = RolloutContext(fleet, environment, renderer, run.config.run.seed)
     for member in fleet.members:
         await _attach_one(run, context, member)
@@ -47,27 +45,39 @@ async def keep_attached(run: OpenRun, context: RolloutContext, report: Report) -
     """Attaches engines again that were lost, once they return; never ends by itself.
 
     A restarted server holds the weights it was started with and may have other flags, so it goes
-    through all that a new one does. One that cannot is reported and tried again.
+    through all that a new one does.
     """
-    reported: dict[str, str] = {}
+    await asyncio.gather(
+        *(_keep_one(run, context, member, report) for member in context.engine.members)
+    )
+
+
+async def _keep_one(
+    run: OpenRun, context: RolloutContext, member: RolloutEngine, report: Report
+) -> None:
+    fleet, engine_id = context.engine, member.describe().engine_id
     while True:
         await asyncio.sleep(RETRY_S)
-        for member in context.engine.out_of_traffic:
-            engine_id = member.describe().engine_id
-            if engine_id not in reported:
-                reported[engine_id] = reason = context.engine.reason_out(member)
-                report({"event": "engine_lost", "engine": engine_id, "reason": reason})
+        if member not in fleet.out_of_traffic:
+            continue
+        report({"event": "engine_lost", "engine": engine_id, "reason": fleet.reason_out(member)})
+        pause_s, refusal = RETRY_S, ""
+        while member in fleet.out_of_traffic:
             try:
                 await member.connect()
-                async with context.engine.changing:
+                async with fleet.changing:
                     await _attach_one(run, context, member)
-            except (EngineLost, EngineRefused, ValueError) as error:
-                if str(error) != reported[engine_id]:
-                    reported[engine_id] = str(error)
-                    report({"event": "engine_refused", "engine": engine_id, "reason": str(error)})
-                continue
-            del reported[engine_id]
-            report({"event": "engine_returned", "engine": engine_id})
+            except (EngineLost, EngineTimeout):
+                # Not back yet, or gone again.
+                await asyncio.sleep(pause_s)
+            except (EngineRefused, ValueError) as error:
+                if str(error) != refusal:
+                    refusal = str(error)
+                    report({"event": "engine_refused", "engine": engine_id, "reason": refusal})
+                # Each try is recorded: one that will not mend itself is not tried every second.
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, MAX_RETRY_S)
+        report({"event": "engine_returned", "engine": engine_id})
 
 
 async def serve(run: OpenRun, fleet: Fleet, version: int) -> None:

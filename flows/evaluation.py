@@ -23,6 +23,7 @@ async def evaluate(
     """Samples each held-out problem, commits `evaluated` with pass@k for k = 1 and n, and returns
     pass@1."""
     config = run.config.evaluation
+    await context.engine.served()
     served = context.engine.describe()
     assert served.weight_version == version, f"version {version} is not being served"
     started = time.monotonic()

@@ -143,6 +143,11 @@ class Holding:
 
     weight_transfer_engine: PublicationReceiver
     vllm_config: Any
+    _weight_update_active: bool
+
+    def end_interrupted_update(self) -> None:
+        """Closes an update that was begun and never finished; the weights stay as they are."""
+        self._weight_update_active = False
 
     def held_weights(self) -> dict[str, Any]:
         """`root_hash` of the loaded values (None: neither version), `refusal` of the last update

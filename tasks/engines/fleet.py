@@ -49,6 +49,7 @@ class Fleet:
         self._remembered: OrderedDict[str, RolloutEngine] = OrderedDict()
         self._someone = asyncio.Event()
         self._reasons: dict[RolloutEngine, str] = {}
+        self._common: EngineDescription | None = None
         self.changing = asyncio.Lock()
         """Held by whoever updates or admits engines, so that none is admitted with old weights."""
 
@@ -57,8 +58,12 @@ class Fleet:
         return [member for member in self.members if member not in self._in_traffic]
 
     def describe(self) -> EngineDescription:
-        """What all engines in traffic have in common; the identity is the first one's."""
-        return (self._in_traffic or self.members)[0].describe()
+        """What all admitted engines have in common; the identity is that of the first in traffic,
+        and no version is served while there is none."""
+        if self._in_traffic:
+            return self._in_traffic[0].describe()
+        assert self._common is not None, "no engine has been admitted yet"
+        return replace(self._common, weight_version=None)
 
     def admit(self, member: RolloutEngine) -> None:
         """Gives traffic to an engine that has attested the newest version.
@@ -66,14 +71,21 @@ class Fleet:
         Raises `ValueError` if it is of another build than those in traffic.
         """
         assert member in self.members and member not in self._in_traffic
-        if self._in_traffic:
-            common, other = self.describe(), member.describe()
-            same = replace(other, engine_id=common.engine_id)
-            if same != common:
-                raise ValueError(
-                    f"Engine {other.engine_id} is {other}, but {common.engine_id} is {common}; "
-                    "start all servers of a run with one build, model and set of flags."
-                )
+        described = member.describe()
+        if self._common is None:
+            self._common = described
+        common = replace(
+            self._common,
+            engine_id=described.engine_id,
+            weight_version=self.describe().weight_version
+            if self._in_traffic
+            else described.weight_version,
+        )
+        if described != common:
+            raise ValueError(
+                f"Engine {described.engine_id} is {described}, and the run began with {common}; "
+                "start all servers of a run with one build, model and set of flags."
+            )
         self._in_traffic.append(member)
         self._someone.set()
 
@@ -140,16 +152,24 @@ class Fleet:
         for member in self.members:
             await member.close()
 
+    async def served(self) -> None:
+        """Returns once an engine is in traffic; raises `EngineLost` after `patience_s`."""
+        if self._in_traffic:
+            return
+        try:
+            await asyncio.wait_for(self._someone.wait(), self._patience_s)
+        except TimeoutError:
+            reasons = "; ".join(
+                f"{member.describe().engine_id}: {self.reason_out(member)}"
+                for member in self.members
+            )
+            raise EngineLost(
+                f"No engine has served the newest weights for {self._patience_s:g} s "
+                f"({reasons}). Start one and run again."
+            ) from None
+
     async def _choose(self, affinity: str) -> RolloutEngine:
-        if not self._in_traffic:
-            try:
-                await asyncio.wait_for(self._someone.wait(), self._patience_s)
-            except TimeoutError:
-                names = ", ".join(member.describe().engine_id for member in self.members)
-                raise EngineLost(
-                    f"No engine of {names} has served the newest weights for "
-                    f"{self._patience_s:g} s; start one and run again."
-                ) from None
+        await self.served()
         member = self._remembered.get(affinity)
         if member not in self._in_traffic:
             member = min(self._in_traffic, key=lambda other: self._num_running[other])

@@ -31,6 +31,7 @@ from tasks.engines.protocol import (
     Request,
     UpdateMode,
 )
+from tasks.engines.vllm_fitness import unfit
 from tasks.engines.vllm_http import VllmHttp
 from tasks.engines.vllm_launch import LocalServer
 from tasks.engines.vllm_wire import Answer, payload, read_answer
@@ -127,33 +128,16 @@ class VllmEngine:
             await self._server.ready(self._http.healthy)
         self._release = (await self._http.get("/version"))["version"]
         if not await self._http.exists("/collective_rpc"):
-            raise self._unfit("has no weight routes", "set VLLM_SERVER_DEV_MODE=1")
+            raise self._unfit("has no weight routes; set VLLM_SERVER_DEV_MODE=1")
         info = (await self._http.get("/server_info?config_format=json"))["vllm_config"]
-        model, transfer = info["model_config"], info["weight_transfer_config"] or {}
-        parallel = info["parallel_config"]
-        longest, dtype = model["max_model_len"], model["dtype"].removeprefix("torch.")
-        for found, fits, flag in (
-            (model["logprobs_mode"], "processed_logprobs", "--logprobs-mode processed_logprobs"),
-            (model["generation_config"], "vllm", "--generation-config vllm"),
-            (dtype, self._compute_dtype, f"--dtype {self._compute_dtype}"),
-            (transfer.get("backend"), "rollhouse", "VLLM_PLUGINS=rollhouse and "
-             "--weight-transfer-config '{\"backend\": \"rollhouse\"}'"),
-            (parallel["worker_extension_cls"], "trainers.vllm_plugin.Holding",
-             "--worker-extension-cls trainers.vllm_plugin.Holding"),
-            # Of several replicas behind one server, only the first says what it holds.
-            (parallel["data_parallel_size"], 1,
-             "--data-parallel-size 1, with a server and a URL for each replica,"),
-        ):  # fmt: skip
-            if found != fits:
-                raise self._unfit(f"runs with {found} where {fits} is needed", f"set {flag}")
-        if longest < self._max_model_tokens:
-            raise self._unfit(
-                f"takes {longest} tokens where engine.max_model_tokens = {self._max_model_tokens}",
-                f"set --max-model-len {self._max_model_tokens}",
-            )
+        reason = unfit(
+            info, compute_dtype=self._compute_dtype, max_model_tokens=self._max_model_tokens
+        )
+        if reason is not None:
+            raise self._unfit(reason)
         if not await self._http.exists("/inference/v1/generate"):
-            raise self._unfit("has no token-in, token-out route", "set --enable-scale-out")
-        held = (await self._held())[0]
+            raise self._unfit("has no token-in, token-out route; set --enable-scale-out")
+        held = (await self._ask_workers("held_weights"))[0]
         self._vocab_size = held["vocab_size"]
         if info["aux_output_config"]["enable_return_routed_experts"]:
             self._routing = (held["num_experts"], held["num_layers"], held["num_experts_per_token"])
@@ -179,7 +163,8 @@ class VllmEngine:
                 raise EngineLost(f"engine {self._engine_id} has not attested any version.")
             sent_at_s = time.perf_counter()
             salt = f"version-{version}" if self._settings.prefix_cache == "salt" else None
-            body = await self._http.post("/inference/v1/generate", payload(request, salt))
+            asked = payload(request, salt, self._max_model_tokens)
+            body = await self._http.post("/inference/v1/generate", asked)
             answered_at_s = time.perf_counter()
         answer = self._read(request, body)
         # A version that is being attested counts once it is.
@@ -209,7 +194,8 @@ class VllmEngine:
         self._settled.clear()
         held_hash, difference, reason = "", None, "the update was interrupted"
         try:
-            clear = self._settings.prefix_cache == "clear"
+            # What a server's cache holds when it is attached may be of any weights.
+            clear = self._settings.prefix_cache == "clear" or not self._attested
             await self._http.post("/pause", mode=mode, clear_cache=clear)
             held_hash, reason = await self._transfer(version, weights_dir, root_hash)
             await self._http.post("/resume")
@@ -249,10 +235,10 @@ class VllmEngine:
         if self._server is not None:
             await asyncio.to_thread(self._server.stop)
 
-    def _unfit(self, what: str, fix: str) -> ValueError:
+    def _unfit(self, reason: str) -> ValueError:
         return ValueError(
-            f"Engine {self._engine_id} at {self._http.url} (vLLM {self._release}) {what}; "
-            f"{fix} when starting it, as the scripts in infra/vllm do."
+            f"Engine {self._engine_id} at {self._http.url} (vLLM {self._release}) {reason} when "
+            "starting it, as the scripts in infra/vllm do."
         )
 
     def _check(self, request: Request) -> None:
@@ -285,6 +271,9 @@ class VllmEngine:
         self, version: int, weights_dir: Path, root_hash: str
     ) -> tuple[str, str | None]:
         """The root hash that every worker holds afterwards, and why it is not the right one."""
+        # A controller that was killed in the middle of an update may have left it open, and vLLM
+        # would refuse another.
+        await self._ask_workers("end_interrupted_update")
         await self._http.post("/start_weight_update")
         info = {
             "uri": str(weights_dir.absolute()),
@@ -293,7 +282,7 @@ class VllmEngine:
             "root_hash": root_hash,
         }
         await self._http.post("/update_weights", {"update_info": info})
-        held = await self._held()
+        held = await self._ask_workers("held_weights")
         refusals = [worker["refusal"] for worker in held if worker["refusal"] is not None]
         hashes = {worker["root_hash"] for worker in held}
         if refusals or hashes != {root_hash}:
@@ -304,8 +293,8 @@ class VllmEngine:
         await self._http.post("/finish_weight_update", {"weight_version": str(version)})
         return root_hash, None
 
-    async def _held(self) -> list[dict[str, Any]]:
-        return (await self._http.post("/collective_rpc", {"method": "held_weights"}))["results"]
+    async def _ask_workers(self, method: str) -> list[Any]:
+        return (await self._http.post("/collective_rpc", {"method": method}))["results"]
 
     async def _run_canary(self, canary: Canary, weights_dir: Path) -> tuple[float, str | None]:
         """Largest |difference| in nats, and why that is too much."""

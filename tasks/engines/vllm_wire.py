@@ -20,8 +20,12 @@ from tasks.engines.routing import decode_routed_experts
 _FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
-def payload(request: Request, cache_salt: str | None) -> dict[str, Any]:
-    """The body that asks for `request`; `cache_salt` keeps its cache apart from other salts'."""
+def payload(request: Request, cache_salt: str | None, max_model_tokens: int) -> dict[str, Any]:
+    """The body that asks for `request`; `cache_salt` keeps its cache apart from other salts'.
+
+    A server refuses to be asked for more tokens than fit behind the prompt, so the limit is cut to
+    those.
+    """
     sampling = request.sampling
     body: dict[str, Any] = {
         "request_id": request.request_id,
@@ -32,7 +36,7 @@ def payload(request: Request, cache_salt: str | None) -> dict[str, Any]:
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
             "min_p": sampling.min_p,
-            "max_tokens": sampling.max_tokens,
+            "max_tokens": min(sampling.max_tokens, max_model_tokens - len(request.token_ids)),
             "min_tokens": 0,
             "seed": sampling.seed,
             "presence_penalty": 0.0,

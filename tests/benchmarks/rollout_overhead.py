@@ -111,7 +111,7 @@ async def bare(
             seed=derive_seed(context.run_seed, group, sample, 0, 0),
         )
         request = Request("bare", tuple(prompt), sampling, context.renderer.stop_token_ids)
-        body = payload(request, "bare") | {"request_id": f"bare-{group}-{sample}"}
+        body = payload(request, "bare", MAX_TOKENS + 64) | {"request_id": f"bare-{group}-{sample}"}
         response = await client.post("/inference/v1/generate", json=body)
         return len(response.raise_for_status().json()["choices"][0]["token_ids"])
 

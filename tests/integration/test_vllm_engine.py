@@ -272,12 +272,50 @@ def test_a_version_that_was_not_attested_ends_the_traffic(url, versions, label):
         await engine._http.post("/update_weight_version", {"new_version": label})
         fleet = Fleet([engine], patience_s=0.1)
         fleet.admit(engine)
-        with pytest.raises(EngineLost, match="No engine of vllm-0 has served"):
+        with pytest.raises(EngineLost, match="No engine has served"):
             await fleet.generate(request())
         return fleet.reason_out(engine)
 
     reason = with_engine(url, versions, work)
     assert f"version {label}" in reason or f"labelled ['{label}']" in reason
+
+
+def test_an_update_that_a_killed_controller_left_open_is_closed(url, versions):
+    async def work(engine):
+        await engine._http.post("/pause", mode="keep")
+        await engine._http.post("/start_weight_update")
+        await engine.connect()
+        attestation = await update(engine, versions[1], "abort")
+        return attestation, await engine.generate(request(max_tokens=4))
+
+    attestation, generation = with_engine(url, versions, work)
+    assert attestation.ok and generation.spans[0].weight_version == 1
+
+
+def test_a_cache_from_before_the_attachment_is_not_used(url, versions):
+    """Another run's version 0 has the same name and other keys and values."""
+    long_prompt = Request("a", tuple(range(1, 61)) * 6, PLAIN, ())
+
+    async def work(engine):
+        await engine.generate(long_prompt)
+        await engine.connect()
+        weights = versions[1]
+        attestation = await engine.update(1, weights.path, weights.publication.root_hash, "abort")
+        assert attestation.ok
+        engine._version = 0  # The salt of the cache that the first request filled.
+        engine._attested.add(0)
+        return await engine.generate(replace(long_prompt, request_id="b"))
+
+    assert with_engine(url, versions, work).num_cached_tokens == 0
+
+
+def test_the_length_is_cut_to_what_fits(url, versions):
+    async def work(engine):
+        prompt = tuple(range(60)) * 34
+        return await engine.generate(Request("a", prompt, replace(PLAIN, max_tokens=500), ()))
+
+    generation = with_engine(url, versions, work)
+    assert (len(generation.token_ids), generation.finish_reason) == (8, "length")
 
 
 def test_a_cancelled_request_leaves_the_server(url, versions):
