@@ -23,6 +23,12 @@ SCRIPT = REPOSITORY / "infra" / "vllm" / "serve-cpu.sh"
 MAX_MODEL_TOKENS = 2048
 # vLLM's attention on a CPU takes heads of 32 and more.
 SHAPE = {"head_dim": 32, "hidden_size": 64, "max_position_embeddings": MAX_MODEL_TOKENS}
+# `--set` overrides of the tiny run: one server that the run starts.
+RUN_ON_VLLM = (
+    "policy.warm_start.head_dim=32",
+    "engine.backend=vllm",
+    f"engine.vllm.launch={SCRIPT}",
+)
 CANARY = tuple(range(1, 40))
 TOLERANCE = 0.002
 

@@ -19,16 +19,9 @@ from tasks.engines.protocol import EngineLost
 from tasks.record import Window, record_rollouts
 from tasks.rollout import sample_group
 from tests.tiny_run import RUN_ID, TinyRun
-from tests.vllm_world import SCRIPT
+from tests.vllm_world import RUN_ON_VLLM, SCRIPT
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
-
-# vLLM's attention on a CPU takes heads of 32 and more.
-VLLM = (
-    "policy.warm_start.head_dim=32",
-    "engine.backend=vllm",
-    f"engine.vllm.launch={SCRIPT}",
-)
 
 
 def kill(fleet: Fleet, index: int) -> None:
@@ -44,7 +37,7 @@ def spoiled_script(folder: Path, flags: str) -> Path:
 
 
 def test_a_server_killed_in_the_middle_of_a_batch(tiny_run: Callable[..., TinyRun]):
-    tiny = tiny_run(*VLLM, "engine.vllm.num_servers=2", "batch.trajectories=64")
+    tiny = tiny_run(*RUN_ON_VLLM, "engine.vllm.num_servers=2", "batch.trajectories=64")
     events: list[dict[str, str]] = []
 
     async def main():
@@ -123,7 +116,7 @@ def test_raw_logprobs_are_refused_with_the_flag_to_set(
     tiny_run: Callable[..., TinyRun], tmp_path: Path
 ):
     script = spoiled_script(tmp_path, "--logprobs-mode raw_logprobs")
-    finished = tiny_run(*VLLM, f"engine.vllm.launch={script}").run("--no-prefect")
+    finished = tiny_run(*RUN_ON_VLLM, f"engine.vllm.launch={script}").run("--no-prefect")
     assert finished.returncode == 2
     assert "set --logprobs-mode processed_logprobs" in finished.stderr
     assert "Traceback" not in finished.stderr
@@ -133,7 +126,7 @@ def test_a_server_that_cannot_start_shows_the_end_of_its_log(
     tiny_run: Callable[..., TinyRun], tmp_path: Path
 ):
     script = spoiled_script(tmp_path, "--no-such-flag")
-    finished = tiny_run(*VLLM, f"engine.vllm.launch={script}").run("--no-prefect")
+    finished = tiny_run(*RUN_ON_VLLM, f"engine.vllm.launch={script}").run("--no-prefect")
     assert finished.returncode == 1
     assert "unrecognized arguments: --no-such-flag" in finished.stderr
 
@@ -142,7 +135,7 @@ def test_a_server_that_cannot_start_shows_the_end_of_its_log(
     ("settings", "sentence"),
     [
         (("engine.vllm.launch=nowhere.sh",), "nowhere.sh is not an executable file"),
-        (("sampling.top_p=0.9",), "sampling: top_p"),
+        (("sampling.top_p=0.9",), "set sampling.allow_truncation = true"),
         (("sampling.temperature=3.0",), "vLLM takes temperatures up to 2"),
         (("engine.vllm.urls=['http://127.0.0.1:9']",), "give either urls"),
         (("engine.vllm.colocated=true", "asynchrony.k=1"), "set asynchrony.k = 0"),
@@ -151,7 +144,7 @@ def test_a_server_that_cannot_start_shows_the_end_of_its_log(
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_bad_input_is_one_sentence(tiny_run: Callable[..., TinyRun], settings, sentence):
-    finished = tiny_run(*VLLM, *settings).run("--no-prefect")
+    finished = tiny_run(*RUN_ON_VLLM, *settings).run("--no-prefect")
     assert finished.returncode == 2 and sentence in finished.stderr
     assert "Traceback" not in finished.stderr
 

@@ -8,14 +8,23 @@ import pytest
 from tasks.query import connect
 from tests.recompute import largest_error
 from tests.tiny_run import RUN_ID, TinyRun
+from tests.vllm_world import RUN_ON_VLLM
 
 TOP_P = 0.9
 NUCLEUS = (f"sampling.top_p={TOP_P}", "run.num_cycles=1", "run.batches_per_cycle=1")
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory, tiny_policies: Path) -> TinyRun:
-    settings = (*NUCLEUS, "sampling.allow_truncation=true")
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((), id="torch"),
+        pytest.param(RUN_ON_VLLM, id="vllm", marks=pytest.mark.vllm),
+    ],
+)
+def finished(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, tiny_policies: Path
+) -> TinyRun:
+    settings = (*NUCLEUS, "sampling.allow_truncation=true", *request.param)
     tiny = TinyRun(tmp_path_factory.mktemp("nucleus"), tiny_policies, settings)
     result = tiny.run()
     assert result.returncode == 0, result.stderr

@@ -7,14 +7,12 @@ import pytest
 from tasks.query import connect
 from tests.recompute import largest_error
 from tests.tiny_run import RUN_ID, TinyRun
-from tests.vllm_world import SCRIPT
+from tests.vllm_world import RUN_ON_VLLM
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 SETTINGS = (
-    "policy.warm_start.head_dim=32",
-    "engine.backend=vllm",
-    f"engine.vllm.launch={SCRIPT}",
+    *RUN_ON_VLLM,
     "sampling.temperature=0.7",
     "evaluation.temperature=1.0",
 )
