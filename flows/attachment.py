@@ -63,20 +63,25 @@ async def _keep_one(
         report({"event": "engine_lost", "engine": engine_id, "reason": fleet.reason_out(member)})
         pause_s, refusal = RETRY_S, ""
         while member in fleet.out_of_traffic:
+            if fleet.is_paused:
+                # It would take the devices that the trainer works on.
+                await asyncio.sleep(RETRY_S)
+                continue
+            connected = False
             try:
                 await member.connect()
+                connected = True
                 async with fleet.changing:
                     await _attach_one(run, context, member)
-            except (EngineLost, EngineTimeout):
-                # Not back yet, or gone again.
-                await asyncio.sleep(pause_s)
-            except (EngineRefused, ValueError) as error:
-                if str(error) != refusal:
+            except (EngineLost, EngineTimeout, EngineRefused, ValueError) as error:
+                unreachable = isinstance(error, EngineLost) and not connected
+                if not unreachable and str(error) != refusal:
                     refusal = str(error)
                     report({"event": "engine_refused", "engine": engine_id, "reason": refusal})
-                # Each try is recorded: one that will not mend itself is not tried every second.
                 await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, MAX_RETRY_S)
+                if not unreachable:
+                    # A try leaves rows: what does not mend itself is not tried every second.
+                    pause_s = min(2 * pause_s, MAX_RETRY_S)
         report({"event": "engine_returned", "engine": engine_id})
 
 

@@ -231,7 +231,7 @@ class Cycle:
             admit_batch(self.run, self.phases, batch, selection.admitted)
             if self.colocated:
                 assert not self.in_flight, "with k = 0 nothing is sampled while the trainer works"
-                await self.context.engine.pause()
+                await holding_lease(self.run, self.context.engine.pause())
         self._last_advance = time.monotonic()
         return True
 
@@ -267,7 +267,7 @@ class Cycle:
         with self.timed("publish"):
             version = publish_trained(self.run, self.phases, trained)
             if self.colocated:
-                await self.context.engine.resume()
+                await holding_lease(self.run, self.context.engine.resume())
             await holding_lease(self.run, serve(self.run, self.context.engine, version))
 
     def close(self) -> None:

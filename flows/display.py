@@ -81,11 +81,15 @@ class RunDisplay:
                 self.console.print(
                     f"engine {event['engine']} is out of traffic: {event['reason']}",
                     soft_wrap=True,
+                    # A log's brackets are no markup.
+                    markup=False,
                 )
             case "engine_returned":
                 self.console.print(f"engine {event['engine']} attested and is back in traffic")
             case "dropped":
-                self.console.print(f"dropped {event['trajectories']} ({event['reason']})")
+                self.console.print(
+                    f"dropped {event['trajectories']} ({event['reason']})", markup=False
+                )
 
     def _trained(self, event: dict[str, Any]) -> None:
         steps = event["steps"]

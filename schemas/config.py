@@ -117,6 +117,12 @@ class VllmSection(Section):
             raise ValueError(
                 'give either urls = ["http://host:8000"] or launch = "infra/vllm/serve-cpu.sh"'
             )
+        if self.urls and self.num_servers != 1:
+            raise ValueError("num_servers is for launch; with urls, list each server")
+        if len({url.rstrip("/") for url in self.urls}) < len(self.urls):
+            raise ValueError("urls names a server twice; each stands for one engine")
+        if self.canary_tokens == 1:
+            raise ValueError("canary_tokens = 1 compares nothing; give 0 or at least 2")
         return self
 
 
@@ -282,11 +288,12 @@ class RunConfig(Section):
                 "trainer.audit_fraction: 0 leaves stale tokens unaudited, and gate 2 refuses what "
                 "it cannot compare; give a share above 0"
             )
-        hottest = max(self.sampling.temperature, self.evaluation.temperature)
-        if self.engine.backend == "vllm" and hottest > 2:
-            raise ValueError(
-                f"sampling: vLLM takes temperatures up to 2, and {hottest} is asked for; lower it"
-            )
+        for temperature in (self.sampling.temperature, self.evaluation.temperature):
+            if self.engine.backend == "vllm" and not 0.01 <= temperature <= 2:
+                raise ValueError(
+                    f"sampling: vLLM takes temperatures from 0.01 to 2, and {temperature} is asked "
+                    "for; change it"
+                )
         if self.engine.vllm is not None and self.engine.vllm.colocated and self.asynchrony.k > 0:
             raise ValueError(
                 "engine.vllm.colocated: servers sleep while the trainer works, so nothing can be "

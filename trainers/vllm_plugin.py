@@ -5,8 +5,8 @@
         --worker-extension-cls trainers.vllm_plugin.Holding ...
 
 The controller sends where a publication lies and which root hash it must have; no weights travel
-through the controller. A refusal must not raise, since an exception here ends the engine with every
-request in it; it is kept, and `held_weights` reports it. vLLM reloads layer by layer into the
+through the controller. A refusal does not raise: it is kept and `held_weights` reports it, so that
+the engine goes on and can say what it holds. vLLM reloads layer by layer into the
 tensors that its kernels read; on a CPU these are packed copies and the originals are empty, so
 nothing read back from the model could be hashed. What is hashed is what was loaded, and the canary
 that the controller runs afterwards shows that it is also what computes.

@@ -12,7 +12,7 @@ shift 4
 # (_expand_kernel_impl), and then draws at, and reports, whatever the memory held.
 for flag in "$@"; do
     case $flag in
-        --speculative[-_]config* | -sc | -sc[.=]*)
+        --spec[-_]* | --speculative[-_]* | -sc | -sc[.=]*)
             echo "$flag: speculative decoding on a CPU ignores the temperature in vLLM 0.32;" \
                 "remove it." >&2
             exit 2

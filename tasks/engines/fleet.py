@@ -3,15 +3,17 @@
 Requests of a group go to one engine, so that their shared prompt is computed once; a new group goes
 to the engine with the fewest requests. An engine is in traffic from the moment it is admitted until
 it is lost or cannot attest what it should serve. What a lost engine had not returned is asked of
-another, with the same seed: nothing of it was recorded, and the seed makes the answer the same but
-for rounding, so that no length is favoured. A request that merely took too long is never repeated,
-because that would favour short answers.
+another, with the same seed: nothing of it was recorded, and under the same weights the seed makes
+the answer the same but for rounding, so that no length is favoured. (If an update fails and its
+requests are asked again under the new weights, they are drawn anew, and those still running were
+the longer ones.) A request that merely took too long is never repeated, because that would favour
+short answers.
 """
 
 import asyncio
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -52,6 +54,7 @@ class Fleet:
         self._common: EngineDescription | None = None
         self.changing = asyncio.Lock()
         """Held by whoever updates or admits engines, so that none is admitted with old weights."""
+        self.is_paused = False
 
     @property
     def out_of_traffic(self) -> list[RolloutEngine]:
@@ -74,13 +77,8 @@ class Fleet:
         described = member.describe()
         if self._common is None:
             self._common = described
-        common = replace(
-            self._common,
-            engine_id=described.engine_id,
-            weight_version=self.describe().weight_version
-            if self._in_traffic
-            else described.weight_version,
-        )
+        own = {"engine_id": described.engine_id, "weight_version": described.weight_version}
+        common = replace(self._common, **own)
         if described != common:
             raise ValueError(
                 f"Engine {described.engine_id} is {described}, and the run began with {common}; "
@@ -140,13 +138,35 @@ class Fleet:
                 self._expel(member, str(attestation.reason))
             return attestation
 
-        return list(await asyncio.gather(*(one(member) for member in list(self._in_traffic))))
+        members = list(self._in_traffic)
+        results = await asyncio.gather(*(one(m) for m in members), return_exceptions=True)
+        # Raised once no update is under way any more.
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        return [result for result in results if isinstance(result, Attestation)]
 
     async def pause(self) -> None:
-        await asyncio.gather(*(member.pause() for member in self._in_traffic))
+        """Pauses the engines in traffic; none is attached before `resume`."""
+        async with self.changing:
+            self.is_paused = True
+            await self._each(lambda member: member.pause())
 
     async def resume(self) -> None:
-        await asyncio.gather(*(member.resume() for member in self._in_traffic))
+        async with self.changing:
+            await self._each(lambda member: member.resume())
+            self.is_paused = False
+
+    async def _each(self, act: Callable[[RolloutEngine], Awaitable[None]]) -> None:
+        """Has each engine in traffic do something; those that are gone leave traffic."""
+
+        async def one(member: RolloutEngine) -> None:
+            try:
+                await act(member)
+            except (EngineLost, EngineTimeout) as error:
+                self._expel(member, str(error))
+
+        await asyncio.gather(*(one(member) for member in list(self._in_traffic)))
 
     async def close(self) -> None:
         for member in self.members:
@@ -169,7 +189,9 @@ class Fleet:
             ) from None
 
     async def _choose(self, affinity: str) -> RolloutEngine:
-        await self.served()
+        # Whoever was admitted may be gone by the time the waiting task runs.
+        while not self._in_traffic:
+            await self.served()
         member = self._remembered.get(affinity)
         if member not in self._in_traffic:
             member = min(self._in_traffic, key=lambda other: self._num_running[other])

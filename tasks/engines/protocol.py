@@ -114,7 +114,8 @@ class Routing:
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """An engine server's own counters, read within a second before a request ended.
+    """An engine server's own counters, read about a second before a request ended at most, or
+    when the first one ended after a while without any.
 
     `kv_cache_usage` and `prefix_hit_rate` are shares in [0, 1], the latter of all prompt tokens
     since the server started, None before the first; `num_preemptions` counts since the start too.
@@ -228,7 +229,7 @@ class RolloutEngine(Protocol):
         `wait` lets running requests finish first, `keep` lets them go on with their cache, `abort`
         returns them at once with what they have. If the hash differs, the old weights stay.
 
-        Raises `EngineLost` if the engine cannot be reached.
+        Raises `EngineLost` or `EngineTimeout` if the engine cannot be reached or hangs.
         """
         ...
 

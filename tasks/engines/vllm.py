@@ -12,6 +12,7 @@ update and running requests are computed again under the new weights.
 """
 
 import asyncio
+import secrets
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,7 @@ from tasks.engines.vllm_wire import Answer, payload, read_answer
 
 PrefixCache = Literal["salt", "clear"]
 
+RELEASE = "0.32"
 LOAD_PERIOD_S = 1.0
 
 
@@ -91,7 +93,9 @@ class VllmEngine:
         self._vocab_size = 0
         self._routing: tuple[int | None, int | None, int | None] = (None, None, None)
         self._version: int | None = None
-        self._attested: set[int] = set()
+        self._attested: dict[str, int] = {}
+        """Label that the server gives its weights, to the version they are."""
+        self._attachment = ""
         self._settled = asyncio.Event()
         self._settled.set()
         self._load: tuple[float, EngineLoad | None] = (0.0, None)
@@ -123,10 +127,15 @@ class VllmEngine:
         """
         self._version = None
         self._attested.clear()
+        # Part of every label and salt, so that neither the weights of another controller at work on
+        # this server nor the cache of an earlier one can be taken for ours.
+        self._attachment = secrets.token_hex(4)
         if self._server is not None:
             self._server.start_if_dead()
             await self._server.ready(self._http.healthy)
         self._release = (await self._http.get("/version"))["version"]
+        if not self._release.startswith(f"{RELEASE}."):
+            raise self._unfit(f"is no {RELEASE}; install vllm=={RELEASE}.*")
         if not await self._http.exists("/collective_rpc"):
             raise self._unfit("has no weight routes; set VLLM_SERVER_DEV_MODE=1")
         info = (await self._http.get("/server_info?config_format=json"))["vllm_config"]
@@ -162,14 +171,13 @@ class VllmEngine:
             if version is None:
                 raise EngineLost(f"engine {self._engine_id} has not attested any version.")
             sent_at_s = time.perf_counter()
-            salt = f"version-{version}" if self._settings.prefix_cache == "salt" else None
+            salt = self._label(version) if self._settings.prefix_cache == "salt" else None
             asked = payload(request, salt, self._max_model_tokens)
             body = await self._http.post("/inference/v1/generate", asked)
             answered_at_s = time.perf_counter()
-        answer = self._read(request, body)
         # A version that is being attested counts once it is.
         await self._settled.wait()
-        self._require_attested(answer, version)
+        answer = self._read(request, body, version)
         return answer.generation(
             version=version,
             cache_outlives_update=self._settings.prefix_cache == "salt",
@@ -194,8 +202,7 @@ class VllmEngine:
         self._settled.clear()
         held_hash, difference, reason = "", None, "the update was interrupted"
         try:
-            # What a server's cache holds when it is attached may be of any weights.
-            clear = self._settings.prefix_cache == "clear" or not self._attested
+            clear = self._settings.prefix_cache == "clear"
             await self._http.post("/pause", mode=mode, clear_cache=clear)
             held_hash, reason = await self._transfer(version, weights_dir, root_hash)
             await self._http.post("/resume")
@@ -204,7 +211,7 @@ class VllmEngine:
         finally:
             if reason is None:
                 self._version = version
-                self._attested.add(version)
+                self._attested[self._label(version)] = version
             else:
                 # What runs on may be of neither version, and its tokens must not count.
                 self._version = None
@@ -249,23 +256,24 @@ class VllmEngine:
                 f"and fewer than max_model_tokens = {self._max_model_tokens}."
             )
 
-    def _read(self, request: Request, body: Any) -> Answer:
+    def _label(self, version: int) -> str:
+        return f"{self._attachment}-{version}"
+
+    def _read(self, request: Request, body: Any, sent_under: int) -> Answer:
+        """The answer to a request that was sent under a version, all of its weights attested."""
         try:
-            return read_answer(request, body)
+            answer = read_answer(request, body, self._attested)
+            if any(version < sent_under for _, _, version in answer.spans):
+                raise ValueError(f"a token of a version before {sent_under}, when it was sent")
         except (ValueError, KeyError, TypeError, IndexError) as error:
+            # Unless the request is from before an attestation that says more than this.
+            if sent_under in self._attested.values():
+                self._version = None
             raise EngineLost(
                 f"engine {self._engine_id} answered request {request.request_id} with what is no "
-                f"generation ({type(error).__name__}: {error})."
+                f"generation under version {sent_under} ({type(error).__name__}: {error})."
             ) from error
-
-    def _require_attested(self, answer: Answer, sent_under: int) -> None:
-        unknown = [s for s in answer.spans if s[2] not in self._attested or s[2] < sent_under]
-        if unknown:
-            self._version = None
-            raise EngineLost(
-                f"engine {self._engine_id} says that version {unknown[0][2]} sampled a token of a "
-                f"request sent under version {sent_under}; attested are {sorted(self._attested)}."
-            )
+        return answer
 
     async def _transfer(
         self, version: int, weights_dir: Path, root_hash: str
@@ -287,19 +295,23 @@ class VllmEngine:
         hashes = {worker["root_hash"] for worker in held}
         if refusals or hashes != {root_hash}:
             await self._http.post("/finish_weight_update", {"weight_version": None})
-            found = sorted(str(found) for found in hashes)
+            found = sorted(found or "" for found in hashes)
             reason = refusals[0] if refusals else f"its workers hold {found}, not {root_hash}"
             return found[0], reason
-        await self._http.post("/finish_weight_update", {"weight_version": str(version)})
+        await self._http.post("/finish_weight_update", {"weight_version": self._label(version)})
         return root_hash, None
 
     async def _ask_workers(self, method: str) -> list[Any]:
         return (await self._http.post("/collective_rpc", {"method": method}))["results"]
 
-    async def _run_canary(self, canary: Canary, weights_dir: Path) -> tuple[float, str | None]:
-        """Largest |difference| in nats, and why that is too much."""
+    async def _run_canary(
+        self, canary: Canary, weights_dir: Path
+    ) -> tuple[float | None, str | None]:
+        """Largest |difference| in nats, and why that is too much; None if it was not measured."""
         expected = await asyncio.to_thread(canary.recompute, weights_dir)
         body = await self._http.post("/inference/v1/generate", canary.payload())
+        if body["usage"]["prompt_tokens_details"] is None:
+            return None, "it does not count cached tokens; set --enable-prompt-tokens-details"
         difference = canary.largest_difference(expected, body)
         if difference <= canary.tolerance:
             return difference, None
@@ -316,6 +328,6 @@ class VllmEngine:
             self._load = (now_s, load)
             try:
                 self._load = (now_s, await self._http.load())
-            except (EngineLost, EngineTimeout):
+            except (EngineLost, EngineTimeout, ValueError):
                 self._load = (now_s, None)
         return self._load[1]

@@ -19,7 +19,7 @@ _HITS = "vllm:prefix_cache_hits_total"
 
 
 class VllmHttp:
-    """Connections to the server at `url`, at most `max_connections` of them besides one spare."""
+    """Connections to the server at `url`, `max_connections` of them for requests."""
 
     def __init__(self, url: str, *, max_connections: int, timeout_s: float) -> None:
         self.url = url.rstrip("/")
@@ -29,18 +29,21 @@ class VllmHttp:
             timeout=httpx.Timeout(timeout_s, connect=_CONNECT_TIMEOUT_S),
             # Room beside the requests in flight for pausing them and for metrics.
             limits=httpx.Limits(
-                max_connections=max_connections + 4, max_keepalive_connections=max_connections + 4
+                max_connections=max_connections + 4,
+                max_keepalive_connections=max_connections + 4,
+                # Below the server's own 5 s, or a connection is reused just as it closes it.
+                keepalive_expiry=2.0,
             ),
             # A proxy setting of the shell is for the outside world.
             trust_env=False,
         )
 
     async def get(self, path: str) -> Any:
-        return (await self._call("GET", path)).json()
+        return self._json(await self._call("GET", path))
 
     async def post(self, path: str, body: Any = None, **query: str | bool | int) -> Any:
         response = await self._call("POST", path, json=body, params=query or None)
-        return response.json() if response.content else None
+        return self._json(response) if response.content else None
 
     async def exists(self, path: str) -> bool:
         """Whether the server has a POST route; an empty body is sent, which none of ours takes."""
@@ -70,6 +73,14 @@ class VllmHttp:
 
     async def close(self) -> None:
         await self._client.aclose()
+
+    def _json(self, response: httpx.Response) -> Any:
+        try:
+            return response.json()
+        except ValueError:
+            raise EngineLost(
+                f"{response.request.url} answered with what is no JSON; is it a vLLM server?"
+            ) from None
 
     async def _call(self, method: str, path: str, **arguments: Any) -> httpx.Response:
         response = await self._send(method, path, **arguments)

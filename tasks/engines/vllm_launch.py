@@ -76,6 +76,8 @@ class LocalServer:
         """Starts the server's process unless it is alive; it then takes a while to answer."""
         if self._process is not None and self._process.poll() is None:
             return
+        # The leader may have left workers that hold the device.
+        self.stop()
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with open(self._log, "ab") as log:
             self._process = subprocess.Popen(
@@ -91,8 +93,7 @@ class LocalServer:
         """Returns once `healthy()`; raises `EngineLost` if the process ends or takes too long."""
         assert self._process is not None
         until_s = time.monotonic() + self._startup_timeout_s
-        while not await healthy():
-            code = self._process.poll()
+        while (code := self._process.poll()) is not None or not await healthy():
             if code is not None:
                 raise EngineLost(
                     f"The vLLM server ended with code {code} before it answered; the end of "

@@ -104,8 +104,8 @@ class Answer:
         )
 
 
-def read_answer(request: Request, body: Mapping[str, Any]) -> Answer:
-    """The one choice in a response.
+def read_answer(request: Request, body: Mapping[str, Any], versions: Mapping[str, int]) -> Answer:
+    """The one choice in a response; `versions` are those attested, by the server's label.
 
     Raises:
         ValueError, KeyError, TypeError, IndexError: it is not a whole generation of `request`.
@@ -116,10 +116,10 @@ def read_answer(request: Request, body: Mapping[str, Any]) -> Answer:
     if [entry["token_id"] for entry in content] != list(token_ids):
         raise ValueError("its log-probabilities are of other tokens than it returned")
     labels = {span["version"] for span in choice["weight_versions"] or ()}
-    if not all(label.isdecimal() for label in labels):
-        raise ValueError(f"its weights are labelled {sorted(labels)}, which is no version")
+    if unknown := sorted(labels - versions.keys()):
+        raise ValueError(f"its weights are labelled {unknown}, attested are {sorted(versions)}")
     spans = tuple(
-        (span["start"], span["end"], int(span["version"]))
+        (span["start"], span["end"], versions[span["version"]])
         for span in choice["weight_versions"] or ()
     )
     ends = [0, *(end for _, end, _ in spans)]

@@ -58,7 +58,7 @@ def test_a_server_killed_in_the_middle_of_a_batch(tiny_run: Callable[..., TinyRu
             await fleet.close()
 
     asyncio.run(main())
-    assert [event["event"] for event in events] == ["engine_lost", "engine_returned"]
+    assert [event["event"] for event in events] == ["engine_lost", "engine_returned"], events
     lake = tiny.lake
     named = lake.read("trajectories", run_id=RUN_ID).to_pylist()
     assert len(named) == len({row["trajectory_id"] for row in named}) == 128
@@ -136,7 +136,8 @@ def test_a_server_that_cannot_start_shows_the_end_of_its_log(
     [
         (("engine.vllm.launch=nowhere.sh",), "nowhere.sh is not an executable file"),
         (("sampling.top_p=0.9",), "set sampling.allow_truncation = true"),
-        (("sampling.temperature=3.0",), "vLLM takes temperatures up to 2"),
+        (("sampling.temperature=3.0",), "vLLM takes temperatures from 0.01 to 2"),
+        (("engine.vllm.canary_tokens=1",), "canary_tokens = 1 compares nothing"),
         (("engine.vllm.urls=['http://127.0.0.1:9']",), "give either urls"),
         (("engine.vllm.colocated=true", "asynchrony.k=1"), "set asynchrony.k = 0"),
         (("engine.backend=torch",), "belong together"),

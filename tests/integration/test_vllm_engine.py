@@ -25,6 +25,7 @@ from tests.vllm_world import (
     engine_at,
     largest_error,
     launch,
+    num_running,
     publish_versions,
     update,
     update_in_flight,
@@ -263,21 +264,26 @@ def test_other_computations_with_the_right_hashes_are_refused(url, versions, tmp
     assert attestation.canary_max_abs_diff > TOLERANCE
 
 
-@pytest.mark.parametrize("label", ["7", "0", "default"])
-def test_a_version_that_was_not_attested_ends_the_traffic(url, versions, label):
-    """From the future, stale, or of weights that came with the server."""
+@pytest.mark.parametrize("label", ["7", "default", "another run", "a version before"])
+def test_weights_that_were_not_attested_end_the_traffic(url, versions, label):
+    """From the future, of the server's start, of another controller, or stale."""
 
     async def work(engine):
+        stale = engine._label(0)
         assert (await update(engine, versions[1])).ok
-        await engine._http.post("/update_weight_version", {"new_version": label})
+        named = {"another run": "0f0f0f0f-1", "a version before": stale}.get(label, label)
+        await engine._http.post("/update_weight_version", {"new_version": named})
         fleet = Fleet([engine], patience_s=0.1)
         fleet.admit(engine)
         with pytest.raises(EngineLost, match="No engine has served"):
             await fleet.generate(request())
-        return fleet.reason_out(engine)
+        return fleet.reason_out(engine), named
 
-    reason = with_engine(url, versions, work)
-    assert f"version {label}" in reason or f"labelled ['{label}']" in reason
+    reason, named = with_engine(url, versions, work)
+    if label == "a version before":
+        assert "a token of a version before 1" in reason
+    else:
+        assert f"labelled ['{named}']" in reason
 
 
 def test_an_update_that_a_killed_controller_left_open_is_closed(url, versions):
@@ -293,20 +299,17 @@ def test_an_update_that_a_killed_controller_left_open_is_closed(url, versions):
 
 
 def test_a_cache_from_before_the_attachment_is_not_used(url, versions):
-    """Another run's version 0 has the same name and other keys and values."""
+    """Another run's version 0 has the same number and other keys and values."""
     long_prompt = Request("a", tuple(range(1, 61)) * 6, PLAIN, ())
 
     async def work(engine):
-        await engine.generate(long_prompt)
+        first = [await engine.generate(long_prompt) for _ in range(2)]
         await engine.connect()
-        weights = versions[1]
-        attestation = await engine.update(1, weights.path, weights.publication.root_hash, "abort")
-        assert attestation.ok
-        engine._version = 0  # The salt of the cache that the first request filled.
-        engine._attested.add(0)
-        return await engine.generate(replace(long_prompt, request_id="b"))
+        assert (await update(engine, versions[0])).ok
+        return [*first, await engine.generate(long_prompt)]
 
-    assert with_engine(url, versions, work).num_cached_tokens == 0
+    cached = [g.num_cached_tokens > 0 for g in with_engine(url, versions, work)]
+    assert cached == [False, True, False]
 
 
 def test_the_length_is_cut_to_what_fits(url, versions):
@@ -321,13 +324,15 @@ def test_the_length_is_cut_to_what_fits(url, versions):
 def test_a_cancelled_request_leaves_the_server(url, versions):
     async def work(engine):
         task = asyncio.create_task(engine.generate(request(max_tokens=1900)))
-        await asyncio.sleep(0.3)
+        while await num_running(engine._http) == 0:
+            await asyncio.sleep(0.01)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        return await asyncio.wait_for(update(engine, versions[1], "wait"), 2.0)
+        await asyncio.sleep(0.2)
+        return await num_running(engine._http)
 
-    assert with_engine(url, versions, work).ok
+    assert with_engine(url, versions, work) == 0
 
 
 def test_a_request_that_takes_too_long_is_no_lost_engine(url, versions):

@@ -149,15 +149,20 @@ def test_an_engine_that_cannot_update_leaves_traffic(published, tmp_path):
     assert [a.ok for a in lied_to] == [False, False] and len(fleet.out_of_traffic) == 3
 
 
-def test_engines_of_another_kind_or_version_are_not_admitted(published):
+def test_an_engine_of_another_kind_is_not_admitted(published):
     async def main():
-        fleet = await fleet_of(published, member(published, 0))
-        for index, changes in ((1, {"max_model_tokens": 32}), (2, {})):
-            other = member(published, index, **changes)
-            fleet.members = (*fleet.members, other)
-            version = 0 if changes else 1
-            await other.update(version, published.path, published.root_hash, "wait")
-            with pytest.raises(ValueError, match="one build, model and set of flags"):
-                fleet.admit(other)
+        only, other = member(published, 0), member(published, 1, max_model_tokens=32)
+        fleet = Fleet([only, other], patience_s=0.05)
+        for each in (only, other):
+            await each.update(0, published.path, published.root_hash, "wait")
+        fleet.admit(only)
+        with pytest.raises(ValueError, match="one build, model and set of flags"):
+            fleet.admit(other)
+        # The kind is the run's, whoever is in traffic.
+        only.is_lost = True
+        with pytest.raises(EngineLost):
+            await fleet.generate(request(0, 0))
+        with pytest.raises(ValueError, match="one build, model and set of flags"):
+            fleet.admit(other)
 
     asyncio.run(main())

@@ -9,6 +9,7 @@ from tasks.engines.vllm_fitness import unfit
 from tasks.engines.vllm_wire import payload, read_answer
 
 REQUEST = Request("r", (5, 6, 7), Sampling(0.7, 0.9, 4, 0.1, 50, seed=11), (2, 3))
+VERSIONS = {"a-3": 3, "a-4": 4}
 BODY = {
     "choices": [
         {
@@ -21,8 +22,8 @@ BODY = {
                 ]
             },
             "weight_versions": [
-                {"start": 0, "end": 1, "version": "3"},
-                {"start": 1, "end": 3, "version": "4"},
+                {"start": 0, "end": 1, "version": "a-3"},
+                {"start": 1, "end": 3, "version": "a-4"},
             ],
             "finish_reason": "stop",
             "routed_experts": None,
@@ -60,7 +61,7 @@ def test_every_parameter_is_sent_and_the_limit_fits_behind_the_prompt():
     ("cache_outlives_update", "kv_versions"), [(True, (3, 3)), (False, (3, 4))]
 )
 def test_spans_name_the_cache_that_they_attended_to(cache_outlives_update, kv_versions):
-    generation = read_answer(REQUEST, BODY).generation(
+    generation = read_answer(REQUEST, BODY, VERSIONS).generation(
         version=3,
         cache_outlives_update=cache_outlives_update,
         queued_s=0.1,
@@ -85,7 +86,7 @@ def test_an_aborted_request_may_have_no_tokens():
         "weight_versions": None,
         "finish_reason": "abort",
     }
-    answer = read_answer(REQUEST, body)
+    answer = read_answer(REQUEST, body, VERSIONS)
     assert (answer.token_ids, answer.spans, answer.finish_reason) == ((), (), "abort")
 
 
@@ -96,27 +97,35 @@ def test_an_aborted_request_may_have_no_tokens():
         ({"token_ids": [9, 4, 2]}, "of other tokens"),
         ({"logprobs": None}, "of other tokens"),
         ({"weight_versions": None}, "do not tile 3 tokens"),
-        ({"weight_versions": [{"start": 0, "end": 2, "version": "3"}]}, "do not tile"),
-        ({"weight_versions": [{"start": 1, "end": 3, "version": "3"}]}, "do not tile"),
-        ({"weight_versions": [{"start": 0, "end": 3, "version": "default"}]}, "no version"),
+        ({"weight_versions": [{"start": 0, "end": 2, "version": "a-3"}]}, "do not tile"),
+        ({"weight_versions": [{"start": 1, "end": 3, "version": "a-3"}]}, "do not tile"),
+        (
+            {"weight_versions": [{"start": 0, "end": 3, "version": "default"}]},
+            "'default'",
+        ),
     ],
 )
 def test_half_an_answer_is_none(change, why):
     body = deepcopy(BODY)
     body["choices"][0] |= change
     with pytest.raises(ValueError, match=why):
-        read_answer(REQUEST, body)
+        read_answer(REQUEST, body, VERSIONS)
+
+
+def test_weights_that_were_not_attested_have_no_answer():
+    with pytest.raises(ValueError, match=r"labelled \['a-4'\], attested are \['a-3'\]"):
+        read_answer(REQUEST, BODY, {"a-3": 3})
 
 
 def test_an_answer_to_another_prompt_or_of_an_unknown_end_is_none():
     body = deepcopy(BODY)
     body["usage"]["prompt_tokens"] = 4
     with pytest.raises(ValueError, match="saw 4 prompt tokens"):
-        read_answer(REQUEST, body)
+        read_answer(REQUEST, body, VERSIONS)
     body = deepcopy(BODY)
     body["choices"][0]["finish_reason"] = "repetition"
     with pytest.raises(KeyError):
-        read_answer(REQUEST, body)
+        read_answer(REQUEST, body, VERSIONS)
 
 
 FITTING = {
