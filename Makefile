@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
+LAKE ?= var/demo/lake
 VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/installed
 ROUTING_VENV := .venv-vllm-routing
@@ -39,9 +40,10 @@ cycle: install
 cycle-vllm: vllm
 	$(BIN)/rollhouse run infra/runs/vllm-demo.toml
 
-# Every rollout log-probability of the demo again, from its published weights.
+# Every rollout log-probability of a run again, from its published weights; of `make cycle-vllm`:
+# `make recompute LAKE=var/vllm-demo/lake`.
 recompute: install
-	$(BIN)/python -m tests.recompute var/demo/lake
+	$(BIN)/python -m tests.recompute $(LAKE)
 
 # Three seeds and the permuted-reward control; about four times as long as `make cycle`.
 seeds: install

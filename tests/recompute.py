@@ -1,6 +1,7 @@
 """Recompute rollout log-probabilities from published weights, with plain transformers.
 
-    make recompute        # over var/demo/lake
+    make recompute                             # over var/demo/lake
+    make recompute LAKE=var/vllm-demo/lake
 
 Nothing of Rollhouse computes here: each version's folder is loaded by `from_pretrained`, and each
 trajectory that was sampled under that one version is run through it, one sequence at a time, in

@@ -23,7 +23,7 @@ wait
 OWNER = """
 import os, sys, time
 from pathlib import Path
-from tests.unit.tasks.test_vllm_launch import local_server
+from tests.unit.tasks.test_vllm_local_server import local_server
 local_server(Path(sys.argv[1])).start_if_dead()
 time.sleep(300)
 """
