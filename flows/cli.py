@@ -259,6 +259,10 @@ def doctor(as_json: JsonOption = False) -> None:
         raise typer.Exit(1)
 
 
+# Last, since its commands use the options above.
+import flows.interchange  # noqa: E402, F401
+
+
 def main() -> None:
     """Console entry point: turns known failures into one sentence and an exit code."""
     try:
