@@ -188,9 +188,13 @@ def trajectory(
         _emit(found)
         return
     # Quoted, so that a space is seen and a newline keeps its line.
-    tokens = [token | {"text": repr(token["text"])} for token in found.pop("tokens")]
+    tokens = [
+        token if token["text"] is None else token | {"text": repr(token["text"])}
+        for token in found.pop("tokens")
+    ]
     _print_rows(list(found), [tuple(found.values())])
-    _print_rows(list(tokens[0]), [tuple(token.values()) for token in tokens])
+    if tokens:
+        _print_rows(list(tokens[0]), [tuple(token.values()) for token in tokens])
 
 
 @app.command()
