@@ -16,6 +16,13 @@ ReviewerOption = Annotated[
 ]
 
 
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        raise ValueError("The user of this process has no name; give --reviewer NAME.") from None
+
+
 def _decide(
     lake: str,
     run_id: str | None,
@@ -34,7 +41,7 @@ def _decide(
         pick_run(opened.run_ids(), run_id, lake),
         refusal,
         rules=rules,
-        reviewer=getpass.getuser() if reviewer is None else reviewer,
+        reviewer=_user() if reviewer is None else reviewer,
         reason=reason,
     )
     if as_json:

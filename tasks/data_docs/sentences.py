@@ -30,7 +30,11 @@ def _renderer() -> tuple[Any, Any, Any]:
             success=ok,
             expectation_config=ExpectationConfiguration(type=kind, kwargs=arguments),
             result={},
-            exception_info={"raised_exception": False},
+            exception_info={
+                "raised_exception": False,
+                "exception_message": None,
+                "exception_traceback": None,
+            },
         )
 
     return table.ValidationResultsTableContentBlockRenderer, view, result
