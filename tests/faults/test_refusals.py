@@ -129,6 +129,8 @@ def test_gate_2_stops_shifted_logprobs_before_any_backward_pass(tiny_run):
     assert "00000016-000-0" in message, "the first training group comes after 16 held-out ones"
     assert_nothing_was_trained(tiny)
     assert_every_rollout_ended(tiny, {"refused": 32})
+    pages = tiny.root / "store" / RUN_ID / "data_docs" / "index.html"
+    assert f"Refusal {open_refusal(tiny)} waits for a person" in pages.read_text()
     assert_the_run_waits(tiny)
     approve(tiny)
     # In this process, which still holds the lease of the run that was refused.
@@ -138,6 +140,7 @@ def test_gate_2_stops_shifted_logprobs_before_any_backward_pass(tiny_run):
     rows = tiny.lake.read("quarantine", run_id=RUN_ID).to_pylist()
     assert len(rows) == 32 and {row["action"] for row in rows} == {"refuse"}
     assert_every_rollout_ended(tiny, {"trained": 128, "refused": 32})
+    assert "waits for a person" not in pages.read_text()
 
 
 def test_a_batch_whose_rules_are_waived_is_trained_with_the_scores_it_has(tiny_run):
