@@ -193,6 +193,7 @@ def test_gate_1_stops_a_window_where_faults_are_the_rule(tiny_run, spoil, rule: 
     assert_every_rollout_ended(tiny, {"trained": 32})
 
 
+@pytest.mark.timeout(1200)  # Six runs, on a machine that may be busy.
 def test_a_window_whose_share_of_faults_is_waived_is_recorded_without_sampling_it_again(tiny_run):
     tiny = tiny_run("run.num_cycles=1", "run.batches_per_cycle=1")
 
