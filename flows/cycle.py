@@ -19,10 +19,10 @@ from flows.commits import (
     group_members,
     judge_batch,
     publish_trained,
-    refuse_window,
 )
 from flows.evaluation import evaluate
 from flows.opening import OpenRun, Report, holding_lease
+from flows.refusals import refuse_window
 from flows.windows import commit_window, gate1_limits
 from tasks.admit import may_start, select_groups
 from tasks.lake.lease import renew_if_due
@@ -178,18 +178,20 @@ class Cycle:
             del self.in_flight[group]
         num_actions = sum(r.trajectory["num_action_tokens"] for r in rollouts)
         self.report({"event": "sampled", "action_tokens": num_actions})
+        limits, scope = gate1_limits(self.run, self.context), f"window of {len(finished)} groups"
         with self.timed("record"):
             recorded = self.phases.record(
                 self.run.lake,
                 Window.of(rollouts),
-                gate1_limits(self.run, self.context),
+                limits,
                 run_id=self.run.run_id,
                 cycle=self.run.cycle,
                 lease=self.run.lease,
-                scope=f"window of {len(finished)} groups",
+                scope=scope,
             )
             if not recorded.judgement.ok:
-                raise refuse_window(self.run, recorded, self.progress().batches_trained + 1)
+                batch = self.progress().batches_trained + 1
+                raise refuse_window(self.run, recorded, limits, scope, batch=batch)
             commit_window(self.run, recorded)
         if recorded.num_quarantined:
             self.report(

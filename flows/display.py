@@ -86,6 +86,8 @@ class RunDisplay:
                 )
             case "engine_returned":
                 self.console.print(f"engine {event['engine']} attested and is back in traffic")
+            case "data_docs" if event["refused"]:
+                self.console.print(f"what the gates found: {event['path']}", soft_wrap=True)
             case "dropped":
                 self.console.print(
                     f"dropped {event['trajectories']} ({event['reason']})", markup=False
@@ -149,6 +151,7 @@ def print_summary(console: Console, summary: dict[str, Any]) -> None:
     spent = ", ".join(f"{name} {value:.1f}" for name, value in summary["seconds"].items())
     console.print(f"seconds: {spent}")
     lake = summary["lake"]
+    console.print(f"what the gates found: {summary['data_docs']}", soft_wrap=True, highlight=False)
     console.print("\nWhere to look next:", style="bold")
     for line in (
         f'rollhouse sql --lake {lake} "SELECT step, w_max, kl_k3, ess_frac FROM mismatch_by_step"',

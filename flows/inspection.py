@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from schemas.config import RunConfig, parse_run_config
+from tasks.decisions import undecided
 from tasks.lake.lake import Lake
 from tasks.lake.ledger import Entry
 from tasks.progress import read_progress
@@ -36,15 +37,15 @@ def run_status(lake: Lake, run_id: str) -> dict[str, Any]:
     progress = read_progress(lake, run_id)
     holder = ledger.last("lease_taken")
     newest = ledger.entries[-1]
-    refused = ledger.last("batch_refused")
-    if refused is not None and (refused.batch or 0) <= progress.batches_trained:
-        refused = None
+    refused = undecided(ledger.entries)
     attested = lake.read(
         "attestations", run_id=run_id, columns=["engine_id", "version"], where="ok"
     ).to_pylist()
     engines = {row["engine_id"]: row["version"] for row in attested}
     waits = "nothing"
-    if progress.open_admission is not None:
+    if refused:
+        waits = f"a decision on refusal {refused[0].seq}"
+    elif progress.open_admission is not None:
         state = "training" if progress.accepted else "scores"
         waits = f"batch {progress.open_admission.batch} ({state})"
     return {
@@ -55,7 +56,7 @@ def run_status(lake: Lake, run_id: str) -> dict[str, Any]:
         "engines": ", ".join(f"{name} at {version}" for name, version in engines.items()),
         "waiting_for": waits,
         "groups_waiting": len(progress.finished),
-        "open_refusal": None if refused is None else refused.details["reason"],
+        "open_refusal": refused[0].details["reason"] if refused else None,
         "lease": None
         if holder is None
         else f"{holder.seq} (pid {holder.details['pid']} on {holder.details['host']})",

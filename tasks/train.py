@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 from schemas.config import RunConfig
 from tasks.lake.lake import Lake
 from tasks.profile import Limits, profile_scores
-from tasks.validate import Judgement, judge
+from tasks.validate import NO_WAIVERS, Judgement, Waivers, judge
 
 
 class TrainerFailed(RuntimeError):
@@ -145,7 +145,13 @@ def write_ids_of(rows: pa.Table) -> list[str]:
 
 
 def judge_scores(
-    segments: pa.Table, scores: pa.Table, config: RunConfig, *, batch: int, admission: int
+    segments: pa.Table,
+    scores: pa.Table,
+    config: RunConfig,
+    *,
+    batch: int,
+    admission: int,
+    waivers: Waivers = NO_WAIVERS,
 ) -> Judgement:
     """Gate 2 over a batch: `segments` as admitted, `scores` as the trainer wrote them."""
     limits: Limits = {
@@ -156,4 +162,5 @@ def judge_scores(
         "max_share_off": config.gates.max_share_off,
     }
     actions = segments.filter(pc.field("kind") == "action")
-    return judge(2, f"admission {admission}", profile_scores(actions, scores, limits), limits)
+    profile = profile_scores(actions, scores, limits)
+    return judge(2, f"admission {admission}", profile, limits, waivers)

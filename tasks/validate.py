@@ -6,10 +6,11 @@ does not. Importing it takes seconds, so it is imported when the first profile i
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 import pyarrow as pa
@@ -23,6 +24,12 @@ MAX_ROW_FAULT_SHARE = 0.25
 an engine returns and sampling it again would hide that the engine is broken."""
 
 
+Waivers = Mapping[str, int]
+"""Rules whose findings do not count, by the seq of the `decision_adopted` row that says so."""
+
+NO_WAIVERS: Waivers = MappingProxyType({})
+
+
 @dataclass(frozen=True)
 class RuleResult:
     rule: str
@@ -31,6 +38,7 @@ class RuleResult:
     expected: str
     ok: bool
     num_failed: int
+    waived_by: int | None = None
 
 
 @dataclass(frozen=True)
@@ -77,6 +85,7 @@ class Judgement:
                 "ok": r.ok,
                 "num_failed": r.num_failed,
                 "judged_at": now,
+                "waived_by": r.waived_by,
             }
             for r in self.results
         ]
@@ -141,10 +150,12 @@ def judge(
     scope: str,
     profile: Profile,
     limits: Limits,
+    waivers: Waivers = NO_WAIVERS,
     rules: Sequence[Rule] | None = None,
 ) -> Judgement:
     """The judgement of `gate` over a profile, by its own rules or by those it was made with. A
-    profile without rows is refused: an empty one would satisfy every bound."""
+    profile without rows is refused: an empty one would satisfy every bound. `waivers` name rules of
+    severity batch that do not refuse."""
     rules = RULES[gate] if rules is None else rules
     window_rules = [rule for rule in rules if rule.level == "window"]
     found = _judge(window_rules, profile.window, limits)
@@ -167,10 +178,16 @@ def judge(
         faults += failed
         results.append(
             RuleResult(
-                rule.id, rule.severity, observed, f"<= {maximum:g}", ok, len(failed) or int(not ok)
+                rule.id,
+                rule.severity,
+                observed,
+                f"<= {maximum:g}",
+                ok,
+                len(failed) or int(not ok),
+                None if ok else waivers.get(rule.id),
             )
         )
-        if not ok and rule.severity == "batch":
+        if not ok and rule.severity == "batch" and rule.id not in waivers:
             refusals.append(
                 f"rule {rule.id} ({rule.protects_against.rstrip('.')}): observed {observed:g}, "
                 f"allowed {maximum:g}"
@@ -189,10 +206,16 @@ def judge(
         ok = share <= MAX_ROW_FAULT_SHARE
         results.append(
             RuleResult(
-                "row_fault_share", "batch", share, f"<= {MAX_ROW_FAULT_SHARE}", ok, int(not ok)
+                "row_fault_share",
+                "batch",
+                share,
+                f"<= {MAX_ROW_FAULT_SHARE}",
+                ok,
+                int(not ok),
+                None if ok else waivers.get("row_fault_share"),
             )
         )
-        if not ok:
+        if not ok and "row_fault_share" not in waivers:
             broken = sorted({fault.rule for fault in faults})
             refusals.append(
                 f"rule row_fault_share: {share:.0%} of the trajectories break {', '.join(broken)}"

@@ -78,7 +78,7 @@ class Import:
         profile = profile_rollouts(
             trajectories, segments, requests, routing, known, limits, expectations.RULES
         )
-        return judge(1, f"import of {file.name}", profile, limits, expectations.RULES)
+        return judge(1, f"import of {file.name}", profile, limits, rules=expectations.RULES)
 
     def _tables(self, rollouts: Iterable[SourceRollout]) -> tuple[pa.Table, pa.Table]:
         schemas = [TABLES[name].own_schema for name in ("trajectories", "segments")]

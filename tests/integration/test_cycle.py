@@ -28,6 +28,7 @@ def test_the_json_document_says_what_happened(finished):
     assert document["run_id"] == RUN_ID
     assert (document["cycles"], document["steps"], document["versions"]) == (2, 8, 5)
     assert document["lake"] == str(tiny.root / "lake")
+    assert "cycle-000001/index.html" in Path(document["data_docs"]).read_text()
     assert document["trajectories"] == {"trained": 128}
     for name in ("pass_at_1_before", "pass_at_1_after", "pass_at_1_gain"):
         assert document[name]["ci_low"] <= document[name]["mean"] <= document[name]["ci_high"]
