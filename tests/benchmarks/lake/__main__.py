@@ -1,6 +1,6 @@
 """What the lake costs, against what one would write without it: one line a target.
 
-    make bench-lake                                  # all, about ten minutes on two cores
+    make bench-lake                                  # all
     python -m tests.benchmarks.lake append commits   # some
 
 Baseline and subject take turns in one process. A ratio is the median over the pairs, with the

@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 
 from schemas.tables import TABLES
 from tasks.lake.lake import Lake
-from tests.benchmarks.lake.measure import CPU, by_turns, verdict
+from tests.benchmarks.lake.measure import by_turns, verdict
 from tests.benchmarks.lake.reference_batch import make_batch
 
 SEGMENTS = TABLES["segments"]
@@ -68,7 +68,7 @@ def lines(folder: Path) -> Iterator[str]:
         ours, theirs = (num_tokens / ms / 1e3 for ms in pairs.medians_ms())
         return f"{ours:.1f} against {theirs:.1f} Mtok/CPU-s"
 
-    against = by_turns(append, lambda: write_json_lines(plain, jsonl), num_pairs=9, clock=CPU)
+    against = by_turns(append, lambda: write_json_lines(plain, jsonl), num_pairs=9)
     yield verdict(
         "append: speed / JSON Lines, one line a segment",
         against.speedup(),
@@ -76,7 +76,7 @@ def lines(folder: Path) -> Iterator[str]:
         5,
         speeds(against),
     )
-    against = by_turns(append, lambda: write_parquet(rows, parquet), num_pairs=41, clock=CPU)
+    against = by_turns(append, lambda: write_parquet(rows, parquet), num_pairs=41)
     yield verdict("append: speed / plain Parquet", against.speedup(), ">=", 0.85, speeds(against))
 
     ours = Path(lake.files("segments")[0]).stat().st_size / num_tokens

@@ -1,8 +1,7 @@
 """Row 3: what a commit costs late in a run, against early in one.
 
 A unit is ten commits, one period of the log's checkpoints, so that both sides hold one. The young
-side is a lake made anew for each pair; the old one has 1,000 commits behind it. Wall seconds, since
-fsync is part of a commit.
+side is a lake made anew for each pair; the old one has 1,000 commits behind it.
 """
 
 import time
@@ -13,7 +12,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from tasks.lake.lake import Lake
-from tests.benchmarks.lake.measure import WALL, Pairs, by_turns, verdict
+from tests.benchmarks.lake.measure import Pairs, by_turns, verdict
 
 NUM_PAIRS = 9
 YOUNG, OLD, PERIOD = 10, 1000, 10
@@ -59,7 +58,6 @@ def _late_and_early(append: Callable[[Lake, int], None], old: Lake, folder: Path
                 partial(append, old, PERIOD),
                 partial(append, young, PERIOD),
                 num_pairs=1,
-                clock=WALL,
                 warm_up=False,
             )
         )

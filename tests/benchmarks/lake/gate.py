@@ -14,7 +14,7 @@ import numpy as np
 
 from tasks.profile import profile_rollouts
 from tasks.validate import judge
-from tests.benchmarks.lake.measure import WALL, by_turns, verdict
+from tests.benchmarks.lake.measure import by_turns, verdict
 from tests.benchmarks.lake.reference_batch import LIMITS, make_batch
 
 BY_TRAJECTORY = """
@@ -100,7 +100,7 @@ def lines(_: Path) -> Iterator[str]:
         assert connection.sql(BY_TRAJECTORY).to_arrow_table().num_rows == 64
         connection.sql(WINDOW).fetchall()
 
-    pairs = by_turns(gate, bare, num_pairs=15, clock=WALL)
+    pairs = by_turns(gate, bare, num_pairs=15)
     allowed = [2 * b + 1 for b in pairs.baseline]
     ours, theirs = pairs.medians_ms()
     yield verdict(

@@ -1,7 +1,7 @@
 """Two sides by turns in one process, and the line that a target gets.
 
-CPU seconds are the process's, all threads included, so that another process on the machine counts
-less; wall seconds are used where waiting for the disk is part of what is measured.
+All are CPU seconds of the process, every thread included: what else the machine does then hardly
+counts, and waiting for the disk, which both sides of a commit do alike, cannot hide a difference.
 """
 
 import gc
@@ -11,10 +11,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-
-Clock = Callable[[], float]
-CPU: Clock = time.process_time
-WALL: Clock = time.perf_counter
 
 
 @dataclass(frozen=True)
@@ -40,16 +36,15 @@ def by_turns(
     baseline: Callable[[], object],
     *,
     num_pairs: int,
-    clock: Clock,
     warm_up: bool = True,
 ) -> Pairs:
     """Runs A B, B A, A B, … so that neither side always comes first."""
 
     def seconds(side: Callable[[], object]) -> float:
         gc.collect()
-        started = clock()
+        started = time.process_time()
         side()
-        return clock() - started
+        return time.process_time() - started
 
     if warm_up:
         subject()
