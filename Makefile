@@ -77,7 +77,7 @@ $(ROUTING_STAMP): infra/vllm/constraints-routing.txt
 bench-rollout: vllm
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m tests.benchmarks.rollout_overhead
 
-# What the lake costs, against Parquet, JSON Lines and SQL without it; about ten minutes.
+# What the lake costs, against Parquet, JSON Lines and SQL without it.
 bench-lake: install
 	$(BIN)/python -m tests.benchmarks.lake
 
