@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pyarrow as pa
 import pytest
-from gate_judgements import failed_rules, gate1, recorded
+from tests.gate_judgements import failed_rules, gate1, recorded
 
 from schemas.tables import TABLES
 from tasks.profile import profile_scores

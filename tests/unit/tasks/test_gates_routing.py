@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from gate_judgements import failed_rules, gate1
+from tests.gate_judgements import failed_rules, gate1
 
 from tasks.rollout import Rollout
 from tests.factories import ROUTED_LIMITS, window
