@@ -15,9 +15,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from schemas.config import RunConfig
+from tasks.lake.batches import Batch
 from tasks.lake.lake import Lake
 from tasks.profile import Limits, profile_scores
-from tasks.validate import Judgement, judge
+from tasks.validate import History, Judgement, judge
 
 
 class TrainerFailed(RuntimeError):
@@ -144,16 +145,22 @@ def write_ids_of(rows: pa.Table) -> list[str]:
     return sorted(set(rows.column("write_id").to_pylist()))
 
 
-def judge_scores(
-    segments: pa.Table, scores: pa.Table, config: RunConfig, *, batch: int, admission: int
-) -> Judgement:
-    """Gate 2 over a batch: `segments` as admitted, `scores` as the trainer wrote them."""
+def judge_scores(batch: Batch, scores: pa.Table, config: RunConfig, history: History) -> Judgement:
+    """Gate 2 over a batch as admitted, with `scores` as the trainer wrote them; `history` holds the
+    statistics of the last `gates.drift_batches` accepted batches."""
+    gates = config.gates
     limits: Limits = {
-        "old_version": batch - 1,
+        "admission": batch.admission,
+        "old_version": batch.batch - 1,
         "max_lag": config.asynchrony.lag_bound,
         "logprob_tolerance": config.engine.logprob_tolerance,
-        "off_factor": config.gates.off_factor,
-        "max_share_off": config.gates.max_share_off,
+        "off_factor": gates.off_factor,
+        "max_share_off": gates.max_share_off,
+        "correction": config.trainer.correction,
+        "w_cap": config.trainer.w_cap,
+        "drift_batches": gates.drift_batches,
+        "reward_step": 0.1 * (gates.reward_max - gates.reward_min),
     }
-    actions = segments.filter(pc.field("kind") == "action")
-    return judge(2, f"admission {admission}", profile_scores(actions, scores, limits), limits)
+    actions = batch.segments.filter(pc.field("kind") == "action")
+    profile = profile_scores(batch.trajectories, actions, scores, limits)
+    return judge(2, f"admission {batch.admission}", profile, limits, history)

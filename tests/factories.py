@@ -36,9 +36,24 @@ GATE1_LIMITS = {
     "tokenizer_sha256": "t" * 64,
     "chat_template_sha256": "c" * 64,
     "engine": "engine-1",
+    "first_engine": None,
+    "first_tokenizer_sha256": None,
+    "first_chat_template_sha256": None,
     "num_experts": None,
     "num_routed_layers": None,
     "num_experts_per_token": None,
+}
+GATE2_LIMITS = {
+    "admission": 7,
+    "old_version": 3,
+    "max_lag": 1,
+    "logprob_tolerance": 0.002,
+    "off_factor": 2.0,
+    "max_share_off": 0.1,
+    "correction": "token_tis",
+    "w_cap": 2.0,
+    "drift_batches": 10,
+    "reward_step": 0.1,
 }
 ROUTED_LIMITS = {"num_experts": 8, "num_routed_layers": 3, "num_experts_per_token": 2}
 
@@ -231,3 +246,32 @@ def window(
         for group in range(first_group, first_group + groups)
         for sample in range(size)
     ]
+
+
+def scored(
+    rollouts: list[Rollout], drift: float = 0.0, noise: float = 1e-5
+) -> list[dict[str, Any]]:
+    """Honest scores of the rollouts' action segments: old = rollout + drift + rounding noise."""
+    rng = np.random.default_rng(9)
+    segments = [s for r in rollouts for s in r.segments if s["kind"] == "action"]
+    rows = []
+    for segment in segments:
+        mu = np.asarray(segment["rollout_logprobs"])
+        own = np.minimum(mu + rng.normal(0, noise, len(mu)), 0)
+        old = np.minimum(own + rng.normal(0, drift, len(mu)), 0) if drift else own
+        stale = segment["weight_version"] < GATE2_LIMITS["old_version"]
+        rows.append(
+            {
+                "admission": 7,
+                "batch": 4,
+                "trajectory_id": segment["trajectory_id"],
+                "sequence_index": 0,
+                "segment_index": segment["segment_index"],
+                "old_logprobs": old.tolist(),
+                "own_version_logprobs": own.tolist() if stale else None,
+                "entropies": [1.0] * len(mu),
+                "correction_weights": np.exp(np.minimum(old - mu, np.log(2))).tolist(),
+                "included": [True] * len(mu),
+            }
+        )
+    return rows

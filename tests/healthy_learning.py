@@ -38,13 +38,13 @@ class Family:
 
 
 FAMILIES = {
-    "synchronous": Family(101, groups=8, size=4, turns=1, length=5, sigma=0.4, max_lag=0, plateaus=1),
-    "large groups": Family(102, groups=3, size=8, turns=1, length=9, sigma=0.7, max_lag=1, plateaus=2),
-    "multi-turn": Family(103, groups=4, size=4, turns=3, length=3, sigma=0.5, max_lag=2, plateaus=3),
+    "synchronous": Family(101, 8, 4, 1, length=5, sigma=0.4, max_lag=0, plateaus=1),
+    "large groups": Family(102, 3, 8, 1, length=9, sigma=0.7, max_lag=1, plateaus=2),
+    "multi-turn": Family(103, 4, 4, 3, length=3, sigma=0.5, max_lag=2, plateaus=3),
     "asynchronous": Family(
-        104, groups=6, size=2, turns=2, length=6, sigma=1.0, max_lag=3, plateaus=0, in_flight=True
+        104, 6, 2, 2, length=6, sigma=1.0, max_lag=3, plateaus=0, in_flight=True
     ),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
