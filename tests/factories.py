@@ -130,10 +130,14 @@ def rollout(
 
 
 def update_in_flight(r: Rollout, kept: int) -> None:
-    """The last action as a `keep` update leaves it: `kept` tokens of the version before its own,
-    then the rest over a cache that both computed. Not for routed rollouts."""
+    """The last action as a `keep` update leaves it: `kept` tokens of the version before its own, as
+    all actions before it, then the rest over a cache that both computed. Not for routed rollouts.
+    """
     last = r.segments[-1]
     version = last["weight_version"]
+    for segment in r.segments[:-1]:
+        if segment["kind"] == "action":
+            segment["weight_version"] = segment["kv_version_min"] = version - 1
     rest = {
         **last,
         "segment_index": last["segment_index"] + 1,
