@@ -159,6 +159,7 @@ def judge_scores(batch: Batch, scores: pa.Table, config: RunConfig, history: His
         "correction": config.trainer.correction,
         "w_cap": config.trainer.w_cap,
         "drift_batches": gates.drift_batches,
+        "rounding_step": 0.25 * config.engine.logprob_tolerance,
         "reward_step": 0.1 * (gates.reward_max - gates.reward_min),
     }
     actions = batch.segments.filter(pc.field("kind") == "action")

@@ -53,6 +53,7 @@ GATE2_LIMITS = {
     "correction": "token_tis",
     "w_cap": 2.0,
     "drift_batches": 10,
+    "rounding_step": 0.0005,
     "reward_step": 0.1,
 }
 ROUTED_LIMITS = {"num_experts": 8, "num_routed_layers": 3, "num_experts_per_token": 2}

@@ -147,7 +147,7 @@ RULES: tuple[Rule, ...] = (
         "A mismatch between engine and trainer that grows below the tolerance.",
         _log_w("= 0"),
         4.0,
-        "logprob_tolerance",
+        "rounding_step",
     ),
     _statistic(
         "log_w_p99_lag_1",

@@ -88,11 +88,14 @@ RULES: tuple[Rule, ...] = (
         "temperature_applied",
         "batch",
         "window",
-        "(SELECT coalesce((abs(sum(rollout_logprob) - sum(own_logprob))"
-        " > 0.05 * abs(sum(own_logprob))"
-        f" AND avg({_MISMATCH}) > limits.logprob_tolerance)::INTEGER, 0)"
-        " FROM tokens WHERE own_logprob IS NOT NULL)",
-        "The engine's surprisal summed over the batch is the trainer's.",
+        f"(SELECT coalesce((avg({_MISMATCH}) > limits.logprob_tolerance"
+        " AND (abs(sum(rollout_logprob) - sum(own_logprob)) > 0.05 * abs(sum(own_logprob))"
+        " OR abs(covar_pop(own_logprob - rollout_logprob, own_logprob))"
+        " > 0.5 * sqrt(var_pop(own_logprob - rollout_logprob) * var_pop(own_logprob))))"
+        "::INTEGER, 0)"
+        " FROM tokens WHERE isfinite(own_logprob) AND isfinite(rollout_logprob))",
+        "Engine and trainer agree in the batch's surprisal, and do not differ more the less likely "
+        "a token is.",
         "Log-probabilities taken before the temperature, or at another one.",
     ),
     Rule(

@@ -86,7 +86,7 @@ def rounding_error_grows(batch):
     after(batch, "log_w_p99_lag_0", 0.0001)
     for action in batch.actions():
         if action["weight_version"] == 3:
-            action["rollout_logprobs"] = [x - 0.005 for x in action["rollout_logprobs"]]
+            action["rollout_logprobs"] = [x - 0.001 for x in action["rollout_logprobs"]]
 
 
 @FAULTS.of(2, "log_w_p99_lag_1", "warning")

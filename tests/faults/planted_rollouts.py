@@ -195,7 +195,7 @@ def answer_cut_below_the_cap(batch, r):
 
 @FAULTS.in_one(1, "token_counts_agree", "row")
 def segment_lost(batch, r):
-    del r.segments[1]
+    del r.segments[1], r.routing[1]
 
 
 @FAULTS.in_one(1, "positions_contiguous", "row")
@@ -216,9 +216,10 @@ def segments_of_two_rollouts_swapped(batch):
 
 @FAULTS.in_one(1, "sequence_opens_with_prompt", "row")
 def action_without_prompt(batch, r):
-    del r.segments[0]
-    for index, segment in enumerate(r.segments):
-        segment["segment_index"] = index
+    del r.segments[0], r.routing[0]
+    for rows in (r.segments, r.routing):
+        for index, row in enumerate(rows):
+            row["segment_index"] = index
 
 
 @FAULTS.in_one(1, "kinds_present", "row")
@@ -283,9 +284,12 @@ def rollout_duplicated_under_another_id(batch):
 
 
 @FAULTS.in_one(1, "seed_as_derived", "row")
-def rollout_copied_with_its_seed(batch, r):
+def rollout_sampled_twice_from_one_seed(batch, r):
+    """The same draws on another server, equal but for rounding."""
     source = batch.of(1, 2)
     copy_into(batch, source, r)
+    for action in batch.actions(r):
+        action["rollout_logprobs"] = [x - 1e-5 for x in action["rollout_logprobs"]]
     r.trajectory["sampling"] = dict(source.trajectory["sampling"])
 
 

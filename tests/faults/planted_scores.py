@@ -47,7 +47,7 @@ def sampled_at_another_temperature(batch):
     batch.relog(lambda logits: logits / (TEMPERATURE * 0.75))
 
 
-@FAULTS.of(2, "own_version_mismatch", "batch")
+@FAULTS.of(2, "temperature_applied", "batch")
 def sampled_at_a_slightly_other_temperature(batch):
     batch.relog(lambda logits: logits / (TEMPERATURE * 1.02))
 
@@ -125,11 +125,13 @@ def stale_rollout_spoilt_outside_the_audit(batch):
     for action in batch.actions(r):
         batch.score(action)["own_version_logprobs"] = None
         action["rollout_logprobs"] = [x - 1.5 for x in action["rollout_logprobs"]]
+    batch.reweigh()
 
 
 @FAULTS.of(2, "own_version_outliers", "warning")
 def one_logprob_far_off(batch):
     batch.of(1, 1).segments[1]["rollout_logprobs"][3] -= 2.0
+    batch.reweigh()
 
 
 @FAULTS.of(2, "scores_complete", "batch")
@@ -182,6 +184,7 @@ def old_logprobs_of_the_sampling_version(batch):
     for score in batch.scores:
         if score["own_version_logprobs"] is not None:
             score["old_logprobs"] = list(score["own_version_logprobs"])
+    batch.reweigh()
 
 
 @FAULTS.of(2, "weights_as_configured", "batch")

@@ -23,6 +23,12 @@ def test_gate_1_passes_honest_windows():
         assert judgement.ok and not failed_rules(judgement)
 
 
+def test_gate_1_passes_a_rollout_whose_next_observation_had_no_room():
+    rollouts = window(groups=2, turns=2)
+    rollouts[3].trajectory.update(status="truncated", finish_reason="context")
+    assert not failed_rules(gate1(rollouts))
+
+
 def shorten_logprobs(r: Rollout) -> None:
     first_action(r)["rollout_logprobs"].pop()
 
