@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 
 from flows.opening import OpenRun
 from flows.refusals import refuse_batch
+from tasks.history import read_history
 from tasks.lake.batches import read_batch, trajectories_hash, write_batch
 from tasks.lake.ledger import Entry
 from tasks.publish import publication_row, publish_version, relative_uri
@@ -79,16 +80,16 @@ def admit_batch(run: OpenRun, phases: Phases, batch: int, groups: Sequence[int])
     assert entry.seq == admission, "only the lease holder appends"
 
 
-def judge_batch(run: OpenRun, phases: Phases, admitted: Entry, scores: pa.Table) -> None:
-    """Puts scores through gate 2 and commits its word. Raises `BatchRefused`."""
+def judge_batch(run: OpenRun, phases: Phases, admitted: Entry, scores: pa.Table) -> Judgement:
+    """Puts scores through gate 2, commits its word and returns it. Raises `BatchRefused`."""
     batch = read_batch(run.lake, run.run_id, admitted.seq)
-    judgement = phases.judge(
-        batch.segments, scores, run.config, batch=batch.batch, admission=admitted.seq
-    )
+    history = read_history(run.lake, run.run_id, run.config.gates.drift_batches)
+    judgement = phases.judge(batch, scores, run.config, history)
     write_ids = (*write_ids_of(scores), run.append("validations", judgement.validations()))
     if not judgement.ok:
         raise refuse_batch(run, batch, admitted, judgement, write_ids)
     accept_batch(run, admitted, write_ids)
+    return judgement
 
 
 def accept_batch(

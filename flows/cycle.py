@@ -32,6 +32,7 @@ from tasks.record import Window, quarantine_rows
 from tasks.rollout import Rollout, RolloutContext, sample_group
 from tasks.seeds import derive_seed
 from tasks.train import TrainerJob, written_under_lease
+from tasks.validate import Judgement
 
 POLL_S = 0.05
 
@@ -193,6 +194,7 @@ class Cycle:
                 batch = self.progress().batches_trained + 1
                 raise refuse_window(self.run, recorded, limits, scope, batch=batch)
             commit_window(self.run, recorded)
+        self.warn(recorded.judgement)
         if recorded.num_quarantined:
             self.report(
                 {
@@ -202,6 +204,10 @@ class Cycle:
                 }
             )
         return True
+
+    def warn(self, judgement: Judgement) -> None:
+        for warning in judgement.warnings:
+            self.report({"event": "warning", "gate": judgement.gate, "warning": warning})
 
     async def drain(self) -> None:
         """Lets rollouts in flight end and records them: the next cycle may train them."""
@@ -258,7 +264,7 @@ class Cycle:
         self._last_advance = time.monotonic()
         if not progress.accepted:
             with self.timed("judge"):
-                judge_batch(self.run, self.phases, admitted, rows)
+                self.warn(judge_batch(self.run, self.phases, admitted, rows))
             return True
         trained = commit_trained(self.run, admitted, rows)
         self.report({"event": "trained", "batch": admitted.batch, "steps": rows.to_pylist()})

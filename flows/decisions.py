@@ -11,6 +11,7 @@ from flows.opening import OpenRun
 from flows.refusals import refusal_error, refuse_batch, refuse_window, waivers_after
 from flows.windows import commit_window
 from tasks.decisions import decision_rows, undecided, unfinished_waivers
+from tasks.history import read_history
 from tasks.lake.batches import read_batch
 from tasks.lake.ledger import Entry
 from tasks.record import Window, judge_window, quarantine_rows
@@ -107,14 +108,8 @@ def _judge_batch_again(run: OpenRun, refusal: Entry, adopted: Entry) -> None:
     waivers = waivers_after(refusal, adopted)
     batch = read_batch(run.lake, run.run_id, admission)
     scores = run.lake.read("scores", run_id=run.run_id, write_ids=refusal.write_ids)
-    judgement = judge_scores(
-        batch.segments,
-        scores,
-        run.config,
-        batch=batch.batch,
-        admission=admission,
-        waivers=waivers,
-    )
+    history = read_history(run.lake, run.run_id, run.config.gates.drift_batches)
+    judgement = judge_scores(batch, scores, run.config, history, waivers)
     admitted = run.ledger.entries[admission]
     write_ids = (*write_ids_of(scores), run.append("validations", judgement.validations()))
     if not judgement.ok:

@@ -88,6 +88,10 @@ class RunDisplay:
                 self.console.print(f"engine {event['engine']} attested and is back in traffic")
             case "data_docs" if event["refused"]:
                 self.console.print(f"what the gates found: {event['path']}", soft_wrap=True)
+            case "warning":
+                self.console.print(
+                    f"gate {event['gate']} warns: {event['warning']}", soft_wrap=True, markup=False
+                )
             case "dropped":
                 self.console.print(
                     f"dropped {event['trajectories']} ({event['reason']})", markup=False
@@ -148,6 +152,12 @@ def print_summary(console: Console, summary: dict[str, Any]) -> None:
         )
     ended = ", ".join(f"{count} {name}" for name, count in summary["trajectories"].items())
     console.print(f"train trajectories: {ended or 'none'}")
+    for warning in summary["warnings"]:
+        console.print(
+            f"warned {warning['times']} times: {warning['rule']} of gate {warning['gate']}, "
+            f"last observed {_number(warning['observed'])}, allowed {warning['expected']}",
+            soft_wrap=True,
+        )
     spent = ", ".join(f"{name} {value:.1f}" for name, value in summary["seconds"].items())
     console.print(f"seconds: {spent}")
     lake = summary["lake"]

@@ -240,6 +240,9 @@ class GatesSection(Section):
     """A token off by more than this factor counts in the share that gate 2 bounds."""
     max_share_off: Annotated[float, Field(gt=0, le=1, json_schema_extra=MAY_CHANGE)] = 0.1
     """Largest share of such tokens in a batch."""
+    drift_batches: Annotated[int, Field(ge=5, json_schema_extra=MAY_CHANGE)] = 10
+    """Accepted batches that gate 2 compares a batch's length, reward, entropy, zero-variance groups
+    and log w with; the first ones of a run have no such comparison."""
 
     @model_validator(mode="after")
     def _a_range(self):

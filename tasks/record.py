@@ -148,6 +148,23 @@ def quarantine_of(trajectories: pa.Table, faults: Sequence[Fault]) -> list[dict[
     ]
 
 
+def _first_conditions(lake: Lake, run_id: str, recorded: pa.Table) -> Limits:
+    """Engine, tokenizer and template of the run's first recorded trajectory, None without one."""
+    names = ("engine", "tokenizer_sha256", "chat_template_sha256")
+    first = min(recorded.column("trajectory_id").to_pylist(), default=None)
+    rows = []
+    if first is not None:
+        rows = lake.read(
+            "trajectories",
+            run_id=run_id,
+            columns=names,
+            where="trajectory_id = ?",
+            params=[first],
+            predicate=f"trajectory_id = '{first}'",
+        ).to_pylist()
+    return {f"first_{name}": rows[0][name] if rows else None for name in names}
+
+
 def record_rollouts(
     lake: Lake, window: Window, limits: Limits, *, run_id: str, cycle: int, lease: int, scope: str
 ) -> Recorded:
@@ -173,10 +190,11 @@ def judge_window(
 ) -> Recorded:
     """Judges a window at gate 1 whose rows lie in the writes `rows`, and writes what was found."""
     known = lake.read("trajectories", run_id=run_id, columns=["trajectory_id"])
+    limits = {**limits, **_first_conditions(lake, run_id, known)}
     profile = profile_rollouts(
         window.trajectories, window.segments, window.requests, window.routing, known, limits
     )
-    judgement = judge(1, scope, profile, limits, waivers)
+    judgement = judge(1, scope, profile, limits, waivers=waivers)
 
     def append(table: str, found: pa.Table) -> str:
         return lake.append(table, found, run_id=run_id, cycle=cycle, lease=lease)

@@ -15,9 +15,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from schemas.config import RunConfig
+from tasks.lake.batches import Batch
 from tasks.lake.lake import Lake
 from tasks.profile import Limits, profile_scores
-from tasks.validate import NO_WAIVERS, Judgement, Waivers, judge
+from tasks.validate import NO_WAIVERS, History, Judgement, Waivers, judge
 
 
 class TrainerFailed(RuntimeError):
@@ -145,22 +146,30 @@ def write_ids_of(rows: pa.Table) -> list[str]:
 
 
 def judge_scores(
-    segments: pa.Table,
+    batch: Batch,
     scores: pa.Table,
     config: RunConfig,
-    *,
-    batch: int,
-    admission: int,
+    history: History,
     waivers: Waivers = NO_WAIVERS,
 ) -> Judgement:
-    """Gate 2 over a batch: `segments` as admitted, `scores` as the trainer wrote them."""
+    """Gate 2 over a batch as admitted, with `scores` as the trainer wrote them; `history` holds the
+    statistics of the last `gates.drift_batches` accepted batches."""
+    gates = config.gates
     limits: Limits = {
-        "old_version": batch - 1,
+        "admission": batch.admission,
+        "old_version": batch.batch - 1,
         "max_lag": config.asynchrony.lag_bound,
         "logprob_tolerance": config.engine.logprob_tolerance,
-        "off_factor": config.gates.off_factor,
-        "max_share_off": config.gates.max_share_off,
+        "off_factor": gates.off_factor,
+        "max_share_off": gates.max_share_off,
+        "correction": config.trainer.correction,
+        "w_cap": config.trainer.w_cap,
+        "drift_batches": gates.drift_batches,
+        "rounding_step": 0.25 * config.engine.logprob_tolerance,
+        "reward_step": 0.1 * (gates.reward_max - gates.reward_min),
     }
-    actions = segments.filter(pc.field("kind") == "action")
-    profile = profile_scores(actions, scores, limits)
-    return judge(2, f"admission {admission}", profile, limits, waivers)
+    actions = batch.segments.filter(pc.field("kind") == "action")
+    profile = profile_scores(batch.trajectories, actions, scores, limits)
+    return judge(
+        2, f"admission {batch.admission}", profile, limits, history=history, waivers=waivers
+    )

@@ -36,7 +36,8 @@ VALIDATIONS = Table(
         optional(
             "observed",
             pa.float64(),
-            "Largest value of the rule's counter; NULL where nothing was counted.",
+            "Largest value of the rule's counter, or a drift rule's statistic; NULL where there "
+            "was nothing to count.",
         ),
         required("expected", pa.string(), "Range the rule allows."),
         required("ok", pa.bool_(), "Whether it held."),

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM
 
+from schemas.expectations import RULES
 from tasks.lake.batches import trajectories_hash
 from tasks.query import connect
 from tests.recompute import TOLERANCE, largest_error
@@ -119,10 +120,17 @@ def test_versions_are_contiguous_and_engines_attested_each(finished):
 
 
 def test_every_rule_was_judged_and_held(finished):
-    tiny, _ = finished
+    tiny, document = finished
     rows = tiny.lake.read("validations", run_id=RUN_ID).to_pylist()
     assert {row["gate"] for row in rows} == {0, 1, 2}
     assert [row["rule"] for row in rows if not row["ok"]] == []
+    assert tiny.lake.read("quarantine", run_id=RUN_ID).num_rows == 0
+    assert {(row["gate"], row["rule"]) for row in rows if row["gate"]} >= {
+        (gate, rule.id) for gate, rules in RULES.items() for rule in rules
+    }
+    assert document["warnings"] == []
+    waits = [row["expected"] for row in rows if row["rule"] == "reward_collapse"]
+    assert waits == [f"any: needs 10 batches, has {k}" for k in range(4)]
 
 
 def test_train_and_heldout_problems_are_distinct(finished):
