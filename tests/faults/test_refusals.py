@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from flows.attachment import EngineRefused
 from flows.commits import BatchRefused
 from flows.engines import build_engines
+from flows.opening import OpenRun
 from flows.run import execute_run_sync
 from schemas.config import RunConfig
 from tasks.engines.protocol import Attestation, Generation, Request, RolloutEngine
@@ -66,8 +67,8 @@ def claim_a_later_version(request: Request, generation: Generation) -> Generatio
 
 
 def run_with(tiny: TinyRun, spoil) -> None:
-    def make_engines(config: RunConfig, model_dir: Path) -> list[RolloutEngine]:
-        return [FaultyEngine(engine, spoil) for engine in build_engines(config, model_dir)]
+    def make_engines(run: OpenRun) -> list[RolloutEngine]:
+        return [FaultyEngine(engine, spoil) for engine in build_engines(run)]
 
     execute_run_sync(tiny.config, "tiny.toml", make_engines=make_engines)
 
@@ -171,8 +172,8 @@ def test_an_engine_that_fails_its_probe_gets_no_request(tiny_run):
             doubled = tuple(2 * x for x in generation.logprobs)
             return replace(generation, logprobs=doubled)
 
-    def make_engines(config: RunConfig, model_dir: Path) -> list[RolloutEngine]:
-        return [RawEngine(engine, shift_by_one) for engine in build_engines(config, model_dir)]
+    def make_engines(run: OpenRun) -> list[RolloutEngine]:
+        return [RawEngine(engine, shift_by_one) for engine in build_engines(run)]
 
     with pytest.raises(EngineRefused, match="not attached"):
         execute_run_sync(tiny.config, "tiny.toml", make_engines=make_engines)
@@ -186,8 +187,8 @@ def test_an_engine_that_holds_other_weights_gets_no_request(tiny_run):
         async def update(self, version, weights_dir, root_hash, mode) -> Attestation:
             return await self._engine.update(version, weights_dir, "0" * 64, mode)
 
-    def make_engines(config: RunConfig, model_dir: Path) -> list[RolloutEngine]:
-        return [StaleEngine(engine, shift_by_one) for engine in build_engines(config, model_dir)]
+    def make_engines(run: OpenRun) -> list[RolloutEngine]:
+        return [StaleEngine(engine, shift_by_one) for engine in build_engines(run)]
 
     with pytest.raises(EngineRefused, match="could not attest version 0"):
         execute_run_sync(tiny.config, "tiny.toml", make_engines=make_engines)

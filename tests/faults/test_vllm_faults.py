@@ -11,7 +11,7 @@ import pytest
 
 from flows.attachment import attach, keep_attached
 from flows.engines import build_engines
-from flows.opening import find_run, holding_lease, published_dir, take_run
+from flows.opening import find_run, holding_lease, take_run
 from flows.run import execute_run_sync
 from flows.windows import commit_window, gate1_limits
 from tasks.engines.fleet import Fleet
@@ -43,7 +43,7 @@ def test_a_server_killed_in_the_middle_of_a_batch(tiny_run: Callable[..., TinyRu
     async def main():
         run = find_run(tiny.config, "tiny.toml", lambda event: None)
         take_run(run)
-        fleet = Fleet(build_engines(tiny.config, published_dir(run, 0)[0]), patience_s=300.0)
+        fleet = Fleet(build_engines(run), patience_s=300.0)
         try:
             context = await holding_lease(run, attach(run, fleet))
             watcher = asyncio.create_task(keep_attached(run, context, events.append))
