@@ -298,6 +298,20 @@ def test_an_update_that_a_killed_controller_left_open_is_closed(url, versions):
     assert attestation.ok and generation.spans[0].weight_version == 1
 
 
+def test_an_answer_from_before_the_attachment_leaves_the_new_one_in_traffic(url, versions):
+    async def work(engine):
+        old = asyncio.create_task(engine.generate(request(max_tokens=LONG)))
+        while await num_running(engine._http) == 0:
+            await asyncio.sleep(0.01)
+        await engine.connect()
+        assert (await update(engine, versions[0], "keep")).ok
+        with pytest.raises(EngineLost, match=r"under version 0 .* labelled"):
+            await old
+        return await engine.generate(request(max_tokens=4))
+
+    assert with_engine(url, versions, work).spans[0].weight_version == 0
+
+
 def test_a_cache_from_before_the_attachment_is_not_used(url, versions):
     """Another run's version 0 has the same number and other keys and values."""
     long_prompt = Request("a", tuple(range(1, 61)) * 6, PLAIN, ())
