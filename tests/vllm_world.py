@@ -72,7 +72,7 @@ def launch(model_dir: Path, log: Path, *flags: str) -> LocalServer:
         flags=flags,
         threads=1,
         log=log,
-        startup_timeout_s=240.0,
+        startup_timeout_s=480.0,
     )
     server.start_if_dead()
     return server
@@ -114,9 +114,16 @@ async def update_in_flight(
     """Starts `ask(0 … count - 1)`, updates once all of them run, and awaits them; the attestation
     and what they returned."""
     tasks = [asyncio.ensure_future(ask(index)) for index in range(count)]
-    while await num_running(engine._http) < count:
-        assert not any(task.done() for task in tasks), "a request ended before the update"
-        await asyncio.sleep(0.01)
+    running = 0
+    while running < count:
+        for task in tasks:
+            if task.done():
+                raise AssertionError(
+                    f"a request ended before the update, while {running} ran: {task}"
+                ) from task.exception()
+        # Seldom, since a busy machine's server would do little else than print its metrics.
+        await asyncio.sleep(0.05)
+        running = await num_running(engine._http)
     attestation = await update(engine, new, mode)
     return attestation, await asyncio.gather(*tasks)
 
