@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -21,14 +22,21 @@ from tests.engine_models import processed, publish
 REPOSITORY = Path(__file__).parent.parent
 SCRIPT = REPOSITORY / "infra" / "vllm" / "serve-cpu.sh"
 MAX_MODEL_TOKENS = 2048
-# vLLM's attention on a CPU takes heads of 32 and more.
-SHAPE = {"head_dim": 32, "hidden_size": 64, "max_position_embeddings": MAX_MODEL_TOKENS}
+# That of the tiny run's policy, so that one server can hold either. vLLM's attention on a CPU takes
+# heads of 32 and more.
+SHAPE = {
+    "vocab_size": 270,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": MAX_MODEL_TOKENS,
+}
+_ON_VLLM = ("policy.warm_start.head_dim=32", "engine.backend=vllm")
 # `--set` overrides of the tiny run: one server that the run starts.
-RUN_ON_VLLM = (
-    "policy.warm_start.head_dim=32",
-    "engine.backend=vllm",
-    f"engine.vllm.launch={SCRIPT}",
-)
+RUN_ON_VLLM = (*_ON_VLLM, f"engine.vllm.launch={SCRIPT}")
 CANARY = tuple(range(1, 40))
 TOLERANCE = 0.002
 
@@ -91,6 +99,11 @@ def engine_at(url: str, first: Version, **changes) -> VllmEngine:
     )
 
 
+def run_at(url: str) -> tuple[str, ...]:
+    """`--set` overrides of the tiny run: a server that is there already."""
+    return (*_ON_VLLM, f"engine.vllm.urls=['{url}']")
+
+
 async def update(engine: VllmEngine, version: Version, mode="wait"):
     publication = version.publication
     return await engine.update(publication.version, version.path, publication.root_hash, mode)
@@ -132,14 +145,18 @@ async def update_in_flight(
 def cached_logprobs(
     models: Sequence[PreTrainedModel], request: Request, output: Sequence[int]
 ) -> np.ndarray:
-    """[len(output)] log-probabilities of given tokens, the i-th under models[i] over one cache."""
+    """[len(output)] log-probabilities of given tokens, the i-th under models[i] over one cache; a
+    run of the same model is one forward pass."""
     cache = DynamicCache(config=models[0].config)
-    pending, logprobs = list(request.token_ids), []
-    for model, token in zip(models, output, strict=True):
-        logits = model(input_ids=torch.tensor([pending]), cache=cache, use_cache=True).logits
-        logprobs.append(processed(logits[0, -1].numpy(), request.sampling)[token])
-        pending = [token]
-    return np.array(logprobs)
+    pending, rows, start = list(request.token_ids), [], 0
+    for model, run in groupby(models, key=lambda each: each):
+        end = start + len(list(run))
+        fed = torch.tensor([[*pending, *output[start : end - 1]]])
+        logits = model(input_ids=fed, cache=cache, use_cache=True).logits[0]
+        rows.extend(logits[start - end :].numpy())
+        pending, start = [output[end - 1]], end
+    logprobs = (processed(row, request.sampling) for row in rows)
+    return np.array([row[token] for row, token in zip(logprobs, output, strict=True)])
 
 
 def largest_error(expected: np.ndarray, generation: Generation) -> float:

@@ -19,14 +19,13 @@ from tasks.rollout import RolloutContext, _Recorder, _sample_turn
 from tests.engine_models import VOCAB, prompts, recomputed_logprobs
 from tests.vllm_world import (
     CANARY,
+    SHAPE,
     TOLERANCE,
     Version,
     cached_logprobs,
     engine_at,
     largest_error,
-    launch,
     num_running,
-    publish_versions,
     update,
     update_in_flight,
 )
@@ -34,29 +33,8 @@ from tests.vllm_world import (
 pytestmark = pytest.mark.vllm
 
 PLAIN = Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_tokens=64, seed=0)
-LONG = 1500
+LONG = 1000
 PROMPT = tuple(range(1, 33))
-
-
-@pytest.fixture(scope="module")
-def versions(tmp_path_factory) -> list[Version]:
-    return publish_versions(tmp_path_factory.mktemp("published"), 2)
-
-
-@pytest.fixture(scope="module")
-def url(versions, tmp_path_factory):
-    server = launch(versions[0].path, tmp_path_factory.mktemp("server") / "vllm.log")
-
-    async def ready():
-        client = engine_at(server.url, versions[0])
-        await server.ready(client._http.healthy)
-        await client.close()
-
-    try:
-        asyncio.run(ready())
-        yield server.url
-    finally:
-        server.stop()
 
 
 def with_engine(url, versions, work, **settings):
@@ -83,7 +61,9 @@ def test_it_passes_the_probe(url, versions):
     result = with_engine(
         url,
         versions,
-        lambda engine: probe(engine, prompt_token_ids=PROMPT, vocab_size=VOCAB, weight_version=0),
+        lambda engine: probe(
+            engine, prompt_token_ids=PROMPT, vocab_size=SHAPE["vocab_size"], weight_version=0
+        ),
     )
     assert (result.ok, result.reason) == (True, None)
 
