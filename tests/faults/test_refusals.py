@@ -82,16 +82,16 @@ def assert_nothing_was_trained(tiny: TinyRun) -> None:
 
 def assert_the_next_run_goes_on(tiny: TinyRun) -> None:
     # In this process, which still holds the lease of the run that was refused.
-    execute_run_sync(tiny.config, "tiny.toml")
-    assert count(tiny.entries, "cycle_closed") == 2
+    tiny.execute()
+    assert count(tiny.entries, "cycle_closed") == 1
     trained = [e.batch for e in tiny.entries if e.kind == "batch_trained"]
-    assert trained == [1, 2, 3, 4]
+    assert trained == [1, 2]
     ended = connect(tiny.lake).sql("SELECT DISTINCT ended FROM trajectory_ends").fetchall()
     assert {row[0] for row in ended} <= {"trained", "refused", "quarantined", "dropped"}
 
 
 def test_gate_2_stops_shifted_logprobs_before_any_backward_pass(tiny_run):
-    tiny = tiny_run()
+    tiny = tiny_run("run.num_cycles=1")
     with pytest.raises(BatchRefused) as refused:
         run_with(tiny, shift_by_one)
     message = str(refused.value)
@@ -104,26 +104,26 @@ def test_gate_2_stops_shifted_logprobs_before_any_backward_pass(tiny_run):
     ended = dict(
         connect(tiny.lake).sql("SELECT ended, count(*) FROM trajectory_ends GROUP BY 1").fetchall()
     )
-    assert ended == {"trained": 128, "refused": 32}
+    assert ended == {"trained": 64, "refused": 32}
 
 
-@pytest.mark.parametrize(
-    ("spoil", "rule"),
-    [(lose_every_logprob, "logprobs_present"), (claim_a_later_version, "versions_published")],
-)
-def test_gate_1_stops_a_window_where_faults_are_the_rule(tiny_run, spoil, rule: str):
+def test_gate_1_stops_a_window_where_faults_are_the_rule(tiny_run):
     tiny = tiny_run("run.num_cycles=1", "run.batches_per_cycle=1")
+    for spoil, rule in (
+        (lose_every_logprob, "logprobs_present"),
+        (claim_a_later_version, "versions_published"),
+    ):
 
-    def only_training(request: Request, generation: Generation) -> Generation:
-        group = int(request.request_id.split("-")[0])
-        return spoil(request, generation) if group >= 16 else generation
+        def only_training(request: Request, generation: Generation, spoil=spoil) -> Generation:
+            group = int(request.request_id.split("-")[0])
+            return spoil(request, generation) if group >= 16 else generation
 
-    with pytest.raises(BatchRefused) as refused:
-        run_with(tiny, only_training)
-    assert rule in str(refused.value) and "00000016-000-0" in str(refused.value)
-    assert_nothing_was_trained(tiny)
-    assert tiny.lake.read("trajectories", run_id=RUN_ID, where="split = 'train'").num_rows == 0
-    execute_run_sync(tiny.config, "tiny.toml")
+        with pytest.raises(BatchRefused) as refused:
+            run_with(tiny, only_training)
+        assert rule in str(refused.value) and "00000016-000-0" in str(refused.value)
+        assert_nothing_was_trained(tiny)
+        assert tiny.lake.read("trajectories", run_id=RUN_ID, where="split = 'train'").num_rows == 0
+    tiny.execute()
     assert count(tiny.entries, "cycle_closed") == 1
 
 
