@@ -188,9 +188,13 @@ def trajectory(
         _emit(found)
         return
     # Quoted, so that a space is seen and a newline keeps its line.
-    tokens = [token | {"text": repr(token["text"])} for token in found.pop("tokens")]
+    tokens = [
+        token if token["text"] is None else token | {"text": repr(token["text"])}
+        for token in found.pop("tokens")
+    ]
     _print_rows(list(found), [tuple(found.values())])
-    _print_rows(list(tokens[0]), [tuple(token.values()) for token in tokens])
+    if tokens:
+        _print_rows(list(tokens[0]), [tuple(token.values()) for token in tokens])
 
 
 @app.command()
@@ -257,6 +261,10 @@ def doctor(as_json: JsonOption = False) -> None:
         _print_rows(["check", "ok", "found", "fix"], [tuple(check.values()) for check in found])
     if not all(check["ok"] for check in found):
         raise typer.Exit(1)
+
+
+# Last, since its commands use the options above.
+import flows.interchange  # noqa: E402, F401
 
 
 def main() -> None:

@@ -144,8 +144,8 @@ def trajectory_tokens(lake: Lake, run_id: str, trajectory_id: str | None) -> dic
             '`rollhouse sql "SELECT trajectory_id FROM trajectories"` lists them.'
         )
     first = lake.ledger(run_id).last("version_published", version=0)
-    assert first is not None
-    renderer = Renderer(_version_folder(lake, run_id, first))
+    # An imported run has no tokenizer; its tokens are shown by their ids.
+    renderer = None if first is None else Renderer(_version_folder(lake, run_id, first))
     tokens = connection.execute(
         "SELECT t.position, t.token_id, t.kind, t.weight_version AS version,"
         " t.rollout_logprob AS log_mu, s.old_logprob AS log_pi, s.delta AS log_w"
@@ -160,7 +160,7 @@ def trajectory_tokens(lake: Lake, run_id: str, trajectory_id: str | None) -> dic
             {
                 "position": position,
                 "token_id": token_id,
-                "text": renderer.token_text(token_id),
+                "text": None if renderer is None else renderer.token_text(token_id),
                 "kind": kind,
                 "version": version,
                 "log_mu": _rounded(log_mu),

@@ -12,6 +12,7 @@ import pyarrow as pa
 from schemas.config import RunConfig, changed_keys, parse_run_config
 from schemas.tables import TABLES
 from tasks.environments import Environment, make_environment
+from tasks.interchange.imported import imported_from
 from tasks.lake.lake import Lake
 from tasks.lake.lease import renew_if_due, take_lease
 from tasks.lake.ledger import Entry, Ledger
@@ -112,6 +113,11 @@ def find_run(config: RunConfig, source: str, report: Report) -> OpenRun:
             lease=0,
             cycle=0,
             details={"config": config.model_dump(mode="json"), "source": source},
+        )
+    if origin := imported_from(ledger):
+        raise ValueError(
+            f"{source}: run {config.run.run_id} holds rollouts imported from {origin}, which are "
+            "never trained; give this run another run.run_id."
         )
     began_with = parse_run_config(
         ledger.entries[0].details["config"], f"the ledger of run {config.run.run_id}"

@@ -4,7 +4,7 @@ The rules are in `schemas.expectations`; this module turns them into two queries
 trajectory and one row for the window, so that Great Expectations never sees a token.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import duckdb
@@ -84,13 +84,13 @@ def profile_rollouts(
     routing: pa.Table,
     recorded: pa.Table,
     limits: Limits,
+    rules: Sequence[Rule] = RULES[1],
 ) -> Profile:
     """Gate 1's counters.
 
     `recorded` has the column `trajectory_id`: all that the ledger already names. `limits` holds
     the bounds that the rules reach as `limits.<name>`.
     """
-    rules = RULES[1]
     connection = _connect(
         limits,
         trajectories=trajectories,

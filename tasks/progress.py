@@ -61,7 +61,7 @@ def read_progress(lake: Lake, run_id: str) -> Progress:
     rows = lake.read(
         "trajectories",
         run_id=run_id,
-        columns=["trajectory_id", "group_id", "split", "weight_version_min", "write_id"],
+        columns=["trajectory_id", "group_id", "split", "weight_version_min", "origin", "write_id"],
     ).to_pylist()
     out = set(
         lake.read("quarantine", run_id=run_id, columns=["trajectory_id"])
@@ -84,6 +84,9 @@ def read_progress(lake: Lake, run_id: str) -> Progress:
         num_recorded += 1
         num_dropped += row["trajectory_id"] in out
         if row["trajectory_id"] in out or row["trajectory_id"] in admitted:
+            continue
+        # Nothing imported waits for a batch.
+        if row["origin"] is not None:
             continue
         group = row["group_id"]
         oldest = row["weight_version_min"]

@@ -1,10 +1,11 @@
 """Questions to a lake: a DuckDB connection with every table and view, and nothing else.
 
 Each table appears as it counts (rows that a ledger names) and, as `<table>_all`, as it lies on
-disk. The connection reads the lake's own directory and no other file, and no network.
+disk. The connection reads below the lake's own address and nothing else.
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import duckdb
@@ -13,6 +14,7 @@ import pyarrow as pa
 from schemas.tables import TABLES
 from schemas.views import view_sources
 from tasks.lake.lake import Lake
+from tasks.lake.reader import Database, quoted
 
 
 class QueryRefused(ValueError):
@@ -24,15 +26,17 @@ def connect(lake: Lake) -> duckdb.DuckDBPyConnection:
     visible = {
         write_id for run in lake.run_ids() for write_id in lake.ledger(run).visible_write_ids
     }
-    connection = _define(visible, {name: lake.files(name) for name in TABLES})
-    connection.sql(f"SET allowed_directories = ['{_quoted(lake.uri)}/']")
+    connection = Database(lake.storage).connection
+    _define(connection, visible, {name: lake.files(name) for name in TABLES})
+    connection.sql(f"SET allowed_directories = [{quoted(lake.uri + '/')}]")
     connection.sql("SET enable_external_access = false")
     connection.sql("SET lock_configuration = true")
     return connection
 
 
-def _define(visible: set[str], paths: dict[str, list[str]]) -> duckdb.DuckDBPyConnection:
-    connection = duckdb.connect()
+def _define(
+    connection: duckdb.DuckDBPyConnection, visible: set[str], paths: dict[str, list[str]]
+) -> None:
     connection.sql("SET TimeZone = 'UTC'")
     connection.register(
         "recorded_writes", pa.table({"write_id": pa.array(sorted(visible), pa.string())})
@@ -41,11 +45,6 @@ def _define(visible: set[str], paths: dict[str, list[str]]) -> duckdb.DuckDBPyCo
         _create_table_views(connection, name, table.schema, paths.get(name, []))
     for name, sql in view_sources().items():
         connection.sql(f"CREATE VIEW {name} AS {sql}")
-    return connection
-
-
-def _quoted(text: str) -> str:
-    return text.replace("'", "''")
 
 
 def _create_table_views(
@@ -55,7 +54,7 @@ def _create_table_views(
     connection.register(f"{name}_schema", schema.empty_table())
     source = f"SELECT * FROM {name}_schema"
     if paths:
-        listed = ", ".join(f"'{_quoted(path)}'" for path in paths)
+        listed = ", ".join(map(quoted, paths))
         source += (
             f" UNION ALL BY NAME SELECT * FROM read_parquet([{listed}], union_by_name = true,"
             " hive_partitioning = true, hive_types = {'run_id': VARCHAR, 'cycle': BIGINT})"
@@ -73,6 +72,29 @@ def run_query(
 
     Raises `QueryRefused` for anything else, and for a query that does not parse or run.
     """
+    with _refusing():
+        relation = _select(connection, sql)
+        return relation.columns, relation.fetchall()
+
+
+def stream_query(
+    connection: duckdb.DuckDBPyConnection, sql: str, *, rows_per_batch: int
+) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
+    """Schema of one SELECT's result, and its rows as they are computed.
+
+    Raises as `run_query` does, also while the batches are taken.
+    """
+    with _refusing():
+        reader = _select(connection, sql).to_arrow_reader(rows_per_batch)
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        with _refusing():
+            yield from reader
+
+    return reader.schema, batches()
+
+
+def _select(connection: duckdb.DuckDBPyConnection, sql: str) -> duckdb.DuckDBPyRelation:
     try:
         statements = connection.extract_statements(sql)
     except duckdb.Error as error:
@@ -81,9 +103,13 @@ def run_query(
         raise QueryRefused(
             "Give one SELECT (or FROM ..., SUMMARIZE, DESCRIBE): the lake is read-only here."
         )
+    return connection.sql(sql)
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
     try:
-        relation = connection.sql(sql)
-        return relation.columns, relation.fetchall()
+        yield
     except duckdb.Error as error:
         raise QueryRefused(
             f"The query cannot run: {error}\n`rollhouse views` and `rollhouse describe TABLE` show "
@@ -107,7 +133,9 @@ def describe_columns(name: str) -> Iterator[tuple[str, str, str]]:
     texts = _view_columns(view_sources()[name])
     if name == "tokens":
         texts = _view_columns(view_sources()["tokens_all"])
-    for column, kind, *_ in _define(set(), {}).sql(f"DESCRIBE {name}").fetchall():
+    connection = duckdb.connect()
+    _define(connection, set(), {})
+    for column, kind, *_ in connection.sql(f"DESCRIBE {name}").fetchall():
         yield column, kind, texts.get(column) or _table_column(column)
 
 

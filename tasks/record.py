@@ -71,12 +71,9 @@ def quarantine_rows(
     ]
 
 
-def quarantine_of(trajectories: pa.Table, faults: Sequence[Fault]) -> list[dict[str, Any]]:
-    """Quarantine rows for single faults, and for those whose group they leave unusable.
-
-    A failed rollout is not a fault, but its group cannot be compared any more either.
-    """
-    by_fault = [
+def fault_rows(faults: Sequence[Fault]) -> list[dict[str, Any]]:
+    """Rows of the quarantine table for single faults."""
+    return [
         {
             "trajectory_id": fault.trajectory_id,
             "group_id": fault.group_id,
@@ -87,6 +84,14 @@ def quarantine_of(trajectories: pa.Table, faults: Sequence[Fault]) -> list[dict[
         }
         for fault in faults
     ]
+
+
+def quarantine_of(trajectories: pa.Table, faults: Sequence[Fault]) -> list[dict[str, Any]]:
+    """Quarantine rows for single faults, and for those whose group they leave unusable.
+
+    A failed rollout is not a fault, but its group cannot be compared any more either.
+    """
+    by_fault = fault_rows(faults)
     rows = trajectories.select(["trajectory_id", "group_id", "status", "finish_reason"]).to_pylist()
     faulted = {fault.trajectory_id for fault in faults}
     failed = [

@@ -136,10 +136,16 @@ def _judge(
     return found
 
 
-def judge(gate: int, scope: str, profile: Profile, limits: Limits) -> Judgement:
-    """The judgement of `gate` over a profile. A profile without rows is refused: an empty one
-    would satisfy every bound."""
-    rules = RULES[gate]
+def judge(
+    gate: int,
+    scope: str,
+    profile: Profile,
+    limits: Limits,
+    rules: Sequence[Rule] | None = None,
+) -> Judgement:
+    """The judgement of `gate` over a profile, by its own rules or by those it was made with. A
+    profile without rows is refused: an empty one would satisfy every bound."""
+    rules = RULES[gate] if rules is None else rules
     window_rules = [rule for rule in rules if rule.level == "window"]
     found = _judge(window_rules, profile.window, limits)
     by_trajectory = profile.by_trajectory

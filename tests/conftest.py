@@ -1,13 +1,15 @@
 """Fixtures that several rooms' tests share."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 
 from tasks.warm_start import starting_checkpoint
+from tests.s3_server import BUCKET, S3Server
 from tests.tiny_run import TinyRun
 
 
@@ -41,3 +43,28 @@ def tiny_run(tmp_path: Path, tiny_policies: Path) -> Callable[..., TinyRun]:
         return TinyRun(root, tiny_policies, settings)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    server = S3Server(tmp_path_factory.mktemp("s3"))
+    server.start()
+    server.create_bucket(BUCKET)
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def s3_uri(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
+    """An empty prefix of a real bucket, and the environment in which clients may use it."""
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    return f"s3://{BUCKET}/{uuid4().hex[:12]}"
+
+
+@pytest.fixture(params=["disk", "s3"])
+def lake_uri(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Where a lake may be made: each test that asks runs on a disk and in a bucket."""
+    if request.param == "s3":
+        return request.getfixturevalue("s3_uri")
+    return str(tmp_path / "lake")

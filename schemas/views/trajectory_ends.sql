@@ -1,6 +1,7 @@
 -- trajectory_ends: how every recorded train rollout ended, one row each.
 --
--- ended    trained, admitted (a batch not trained yet), refused, quarantined, dropped or waiting
+-- ended    trained, admitted (a batch not trained yet), refused, quarantined, dropped, imported
+--          (never trained here) or waiting
 -- reason   the rule and its sentence; NULL unless refused, quarantined or dropped
 -- step     optimizer step that trained it; NULL unless trained
 WITH out AS (
@@ -24,6 +25,7 @@ SELECT t.run_id, t.trajectory_id, t.group_id,
         WHEN o.action = 'quarantine' THEN 'quarantined'
         WHEN o.action = 'drop' THEN 'dropped'
         WHEN a.trajectory_id IS NOT NULL THEN 'admitted'
+        WHEN t.origin IS NOT NULL THEN 'imported'
         ELSE 'waiting'
     END AS ended,
     o.reason, st.step

@@ -1,18 +1,14 @@
-"""One Delta table of the lake: creation, durable commits, the current files.
+"""One Delta table of the lake: creation, commits, the current files.
 
 Files are written here and only committed through delta-rs, which costs a few milliseconds a commit
 and leaves naming, encoding, retries and fsync to us. A handle does not advance by its own commit;
 `update` does that, and also makes what it saw durable.
 """
 
-import errno
-import os
-import re
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 import pyarrow as pa
 from deltalake import CommitProperties, DeltaTable, Transaction
@@ -20,9 +16,9 @@ from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundErr
 from deltalake.transaction import AddAction
 
 from schemas.tables import SCHEMA_VERSION, Table
-from tasks.durable import explain_os_errors, fsync_dir, fsync_file, make_durable_dirs
 from tasks.lake.files import new_write_id, partition_dir
-from tasks.lake.writer import delta_statistics, file_rows, write_file
+from tasks.lake.writer import delta_statistics, file_rows, parquet_bytes
+from tasks.storage import Storage, explain_errors
 
 SCHEMA_VERSION_KEY = "rollhouse.schemaVersion"
 
@@ -38,30 +34,32 @@ first conflict whatever this number.
 """
 
 
-def create_delta_table(root: Path, table: Table) -> None:
+def is_delta_table(storage: Storage) -> bool:
+    with explain_errors(f"look for a lake at {storage.uri}", storage.uri, DeltaError):
+        return storage.patiently(lambda: DeltaTable.is_deltatable(storage.uri, storage.options()))
+
+
+def create_delta_table(root: Storage, table: Table) -> None:
     """Makes the table with its CHECK constraints in one commit, unless it is there already.
 
     The constraints bind other Delta writers; our own commits bypass delta-rs's data path, so
     `Lake.append` evaluates the same expressions itself.
     """
-    path = root / table.name
-    if DeltaTable.is_deltatable(str(path)):
-        return
-    with explain_os_errors(f"create table {table.name} in {root}"):
-        make_durable_dirs(path)
+    storage = root.child(table.name)
+    with explain_errors(f"create table {table.name} in {root.uri}", root.uri, DeltaError):
+        if is_delta_table(storage):
+            return
+        storage.prepare()
         # CommitFailedError: another process made the table in the meantime.
         with suppress(CommitFailedError):
-            _create(path, table)
-        log = path / "_delta_log"
-        fsync_file(log / f"{0:020d}.json")
-        fsync_dir(log)
-        fsync_dir(path)
+            _create(storage, table)
+        storage.flush([f"_delta_log/{0:020d}.json", "_delta_log"])
 
 
-def _create(path: Path, table: Table) -> None:
+def _create(storage: Storage, table: Table) -> None:
     constraints = {f"delta.constraints.{name}": sql for name, sql in table.checks.items()}
     DeltaTable.create(
-        str(path),
+        storage.uri,
         table.schema,
         mode="ignore",
         partition_by=list(table.partition_by),
@@ -75,6 +73,7 @@ def _create(path: Path, table: Table) -> None:
             SCHEMA_VERSION_KEY: str(SCHEMA_VERSION),
             **constraints,
         },
+        storage_options=storage.options(),
         raise_if_key_not_exists=False,
     )
 
@@ -86,24 +85,39 @@ class LakeTable:
         ValueError: the table is missing, or was written by a newer schema version.
     """
 
-    def __init__(self, root: Path, table: Table):
+    def __init__(self, root: Storage, table: Table):
         self.table = table
-        self.path = root / table.name
+        self.storage = root.child(table.name)
         self._lock = threading.RLock()
+        self._options: dict[str, str] = {}
+        self._own_writes: set[str] = set()
         try:
-            self._handle = DeltaTable(str(self.path))
+            self._open()
         except TableNotFoundError as error:
             raise ValueError(
-                f"The lake at {root} has no table {table.name}; `rollhouse run RUN.toml` makes it."
+                f"The lake at {root.uri} has no table {table.name}; `rollhouse run RUN.toml` makes "
+                "it."
             ) from error
         self._refuse_newer_schema()
         self._durable_version = self._handle.version()
+
+    def _open(self) -> None:
+        self._options = self.storage.options()
+        with self._explained("read"):
+            self._handle = self.storage.patiently(
+                lambda: DeltaTable(self.storage.uri, storage_options=self._options)
+            )
+
+    def _explained(self, verb: str):
+        """Disk, object store and delta-rs report in one way; a lost race stays what it is."""
+        action = f"{verb} table {self.table.name} at {self.storage.uri}"
+        return explain_errors(action, self.storage.uri, DeltaError)
 
     def _refuse_newer_schema(self) -> None:
         version = int(self._handle.metadata().configuration.get(SCHEMA_VERSION_KEY, "0"))
         if version > SCHEMA_VERSION:
             raise ValueError(
-                f"Table {self.table.name} at {self.path} has schema version {version}, this "
+                f"Table {self.table.name} at {self.storage.uri} has schema version {version}, this "
                 f"Rollhouse reads up to {SCHEMA_VERSION}; upgrade Rollhouse to open this lake."
             )
 
@@ -116,7 +130,12 @@ class LakeTable:
     def update(self) -> int:
         """Moves the handle to the table's newest version and returns that."""
         with self._lock:
-            self._handle.update_incremental()
+            if self.storage.options() != self._options:
+                # Temporary credentials were renewed.
+                self._open()
+                return self._handle.version()
+            with self._explained("read"):
+                self.storage.patiently(self._handle.update_incremental)
             return self._handle.version()
 
     def transaction_version(self, application: str) -> int | None:
@@ -157,12 +176,10 @@ class LakeTable:
 
     def holds_write(self, write_id: str, run_id: str) -> bool:
         """Whether a committed file of the run is named by the write."""
-        name = f"{write_id}.parquet"
-        run_dir = (self.path / partition_dir(run_id, 0)).parent
-        # Most tables do not have the file at all, and their logs need not be read to know.
-        if not any((cycle / name).exists() for cycle in run_dir.glob("cycle=*")):
-            return False
-        return any(Path(file).name == name for file in self.files(run_id=run_id))
+        if write_id in self._own_writes:
+            return True
+        name = f"/{write_id}.parquet"
+        return any(file.endswith(name) for file in self.files(run_id=run_id))
 
     def append(
         self,
@@ -185,27 +202,41 @@ class LakeTable:
                 the write id, its rows stay invisible.
         """
         write_id = new_write_id(lease)
-        path = self.path / partition_dir(run_id, cycle) / f"{write_id}.parquet"
+        path = f"{partition_dir(run_id, cycle)}/{write_id}.parquet"
         typed = file_rows(self.table, rows, write_id)
-        size_bytes = write_file(self.table, typed, path)
+        data = parquet_bytes(self.table, typed)
+        self.storage.write(path, data)
         add = AddAction(
-            path=str(path.relative_to(self.path)),
-            size=size_bytes,
+            path=path,
+            size=len(data),
             partition_values={"run_id": run_id, "cycle": str(cycle)},
             modification_time=time.time_ns() // 1_000_000,
             data_change=True,
             stats=delta_statistics(typed),
         )
-        with self._lock, explain_os_errors(f"commit to table {self.table.name} at {self.path}"):
+        with self._lock:
             if transaction is None:
                 self.update()
             self._commit(add, transaction)
             self.update()
             self._make_commits_durable()
+            self._own_writes.add(write_id)
         return write_id
 
     def _commit(self, add: AddAction, transaction: Transaction | None) -> None:
-        try:
+        known = None if transaction is None else self.transaction_version(transaction.app_id)
+        is_repeated = False
+
+        def commit() -> None:
+            nonlocal is_repeated
+            if is_repeated:
+                # The answer to the try before, and no more, may have been lost.
+                self._handle.update_incremental()
+                if any(file.endswith(f"/{add.path}") for file in self._handle.file_uris()):
+                    return
+                if transaction and self.transaction_version(transaction.app_id) != known:
+                    raise CommitFailedError(f"{transaction.app_id} has moved on")
+            is_repeated = True
             self._handle.create_write_transaction(
                 [add],
                 mode="append",
@@ -216,23 +247,25 @@ class LakeTable:
                     app_transactions=None if transaction is None else [transaction],
                 ),
             )
-        except CommitFailedError:
-            raise
-        except (DeltaError, OSError) as error:
-            # delta-rs reports a full or read-only disk as a general error with a tree of causes,
-            # whose innermost ends in "(os error N)".
-            number = re.search(r"os error (\d+)", str(error))
-            raise OSError(int(number[1]) if number else errno.EIO, str(error)) from error
+
+        with self._explained_commit():
+            self.storage.patiently(commit)
+
+    @contextmanager
+    def _explained_commit(self) -> Iterator[None]:
+        lost_race: CommitFailedError | None = None
+        with self._explained("commit to"):
+            try:
+                yield
+            except CommitFailedError as error:
+                lost_race = error
+        if lost_race is not None:
+            raise lost_race
 
     def _make_commits_durable(self) -> None:
-        log = self.path / "_delta_log"
-        checkpointed = False
+        """delta-rs wrote these itself, without fsync."""
+        log = []
         for version in range(self._durable_version + 1, self._handle.version() + 1):
-            for name in (f"{version:020d}.json", f"{version:020d}.checkpoint.parquet"):
-                if os.path.exists(log / name):
-                    fsync_file(log / name)
-                    checkpointed |= name.endswith(".parquet")
-        if checkpointed:
-            fsync_file(log / "_last_checkpoint")
-        fsync_dir(log)
+            log += [f"_delta_log/{version:020d}.{kind}" for kind in ("json", "checkpoint.parquet")]
+        self.storage.flush([*log, "_delta_log/_last_checkpoint"])
         self._durable_version = self._handle.version()

@@ -1,4 +1,4 @@
-"""The lake: every table under one directory, appended durably and read through DuckDB.
+"""The lake: every table under one root, appended durably and read through DuckDB.
 
 The lake is the only queue between controller and trainer and the only record of a run. Any Delta
 reader can open its tables; only this module and the ledger write them.
@@ -13,19 +13,20 @@ from typing import Literal
 import pyarrow as pa
 
 from schemas.tables import TABLES
-from tasks.durable import explain_os_errors, make_durable_dirs
-from tasks.lake.delta import LakeTable, create_delta_table
+from tasks.lake.delta import LakeTable, create_delta_table, is_delta_table
 from tasks.lake.ledger import Ledger
-from tasks.lake.reader import check_rows, open_database, read_files
+from tasks.lake.reader import Database, check_rows
+from tasks.storage import Storage, open_storage
 
 
 class Lake:
     """An open lake; safe to use from threads, and from several processes that each open it."""
 
-    def __init__(self, root: Path):
-        self.uri = str(root)
-        self._tables = {name: LakeTable(root, table) for name, table in TABLES.items()}
-        self._database = open_database()
+    def __init__(self, storage: Storage):
+        self.uri = storage.uri
+        self.storage = storage
+        self._tables = {name: LakeTable(storage, table) for name, table in TABLES.items()}
+        self._database = Database(storage)
         self._ledgers: dict[str, Ledger] = {}
         self._lock = threading.Lock()
 
@@ -34,30 +35,28 @@ class Lake:
         """Makes what tables are missing and opens the lake; several processes may race to.
 
         Raises:
-            ValueError: the URI is not a local directory, or a table is newer than this Rollhouse.
-            OSError: the directory cannot be written.
+            ValueError: the URI is neither a directory nor in S3, or a table is newer than this
+                Rollhouse.
+            StorageError: the directory or bucket cannot be written.
         """
-        root = _local_root(uri)
-        if root.exists() and not root.is_dir():
-            raise ValueError(f"{root} is a file, not a lake; give the path of a directory.")
-        with explain_os_errors(f"make a lake at {root}"):
-            make_durable_dirs(root)
+        storage = open_storage(uri)
+        storage.prepare()
         for table in TABLES.values():
-            create_delta_table(root, table)
-        return cls(root)
+            create_delta_table(storage, table)
+        return cls(storage)
 
     @classmethod
     def open(cls, uri: str | Path) -> "Lake":
-        """Opens an existing lake.
+        """Opens an existing lake: a directory or `s3://bucket/prefix`.
 
         Raises:
-            ValueError: there is none, it is not a local directory, or it is newer than this
-                Rollhouse.
+            ValueError: there is none, or it is newer than this Rollhouse.
+            StorageError: the object store does not answer.
         """
-        root = _local_root(uri)
-        if not (root / "ledger" / "_delta_log").is_dir():
-            raise ValueError(f"No lake at {root}; `rollhouse run RUN.toml` makes one.")
-        return cls(root)
+        storage = open_storage(uri)
+        if not is_delta_table(storage.child("ledger")):
+            raise ValueError(f"No lake at {storage.uri}; `rollhouse run RUN.toml` makes one.")
+        return cls(storage)
 
     def append(self, table: str, rows: pa.Table, *, run_id: str, cycle: int, lease: int) -> str:
         """Writes rows under a new write id and returns it; durable on return.
@@ -67,11 +66,11 @@ class Lake:
 
         Raises:
             ValueError: columns, types or a table check do not hold; nothing was written.
-            OSError: the disk is full or read-only; nothing became visible.
+            StorageError: a disk or object store refused; nothing became visible.
         """
         assert table != "ledger", "the ledger is written through `Ledger.append`"
         target = self._table(table)
-        check_rows(self._database, target.table, rows)
+        check_rows(self._database.connection, target.table, rows)
         return target.append(rows, run_id=run_id, cycle=cycle, lease=lease)
 
     def files(
@@ -82,7 +81,7 @@ class Lake:
         cycle: int | None = None,
         predicate: str | None = None,
     ) -> list[str]:
-        """Absolute paths of a table's current Parquet files, visible rows or not.
+        """Absolute paths or addresses of a table's current Parquet files, visible rows or not.
 
         `predicate` is a Delta SQL expression over scalar columns that prunes files by statistics.
         """
@@ -120,8 +119,7 @@ class Lake:
             if wanted:
                 span = f"write_id >= '{min(wanted)}' AND write_id <= '{max(wanted)}'"
                 predicate = span if predicate is None else f"({predicate}) AND {span}"
-        return read_files(
-            self._database,
+        return self._database.read_files(
             target.table,
             target.files(run_id=run_id, predicate=predicate),
             columns=columns,
@@ -139,7 +137,7 @@ class Lake:
                 self._ledgers[run_id] = Ledger(
                     run_id,
                     table,
-                    read_rows=partial(read_files, self._database, table.table),
+                    read_rows=partial(self._database.read_files, table.table),
                     holds_write=partial(self._holds_write, run_id),
                 )
             ledger = self._ledgers[run_id]
@@ -157,12 +155,3 @@ class Lake:
         if name not in self._tables:
             raise ValueError(f"The lake has no table {name}; it has {', '.join(self._tables)}.")
         return self._tables[name]
-
-
-def _local_root(uri: str | Path) -> Path:
-    if "://" in str(uri):
-        raise ValueError(
-            f"This release opens lakes in local directories, not {uri}; pass a path, or copy the "
-            "lake to a local directory first."
-        )
-    return Path(uri).expanduser().absolute()

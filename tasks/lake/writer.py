@@ -1,4 +1,4 @@
-"""Rollhouse's own Parquet writer: one durable file a write, with statistics for pruning.
+"""Rollhouse's own Parquet writer: one file a write, with statistics for pruning.
 
 Sorted by the table's key, Zstandard level 1, dictionaries only where values repeat, token ids plain
 and BYTE_STREAM_SPLIT on floats alone, since DuckDB cannot read it on integers. delta-rs's own
@@ -6,10 +6,8 @@ writer is slower and cannot encode the elements of a list apart from other colum
 """
 
 import json
-import os
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +16,6 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from schemas.tables import Table
-from tasks.durable import explain_os_errors, fsync_dir, make_durable_dirs
 
 MAX_STRING_STATISTIC_BYTES = 64
 """Longer minima and maxima are left out: a truncated maximum would have to be rounded up."""
@@ -52,12 +49,8 @@ def file_rows(table: Table, rows: pa.Table, write_id: str) -> pa.Table:
     return typed.append_column("write_id", ids).select(table.file_schema.names)
 
 
-def write_file(table: Table, rows: pa.Table, path: Path) -> int:
-    """Writes the rows of `file_rows` to a new file, on the disk on return; its size in bytes.
-
-    Raises:
-        OSError: the disk is full or the directory read-only; no file is left behind.
-    """
+def parquet_bytes(table: Table, rows: pa.Table) -> memoryview:
+    """The rows of `file_rows` as a Parquet file."""
     options: dict[str, Any] = {
         "compression": "zstd",
         "compression_level": 1,
@@ -68,18 +61,9 @@ def write_file(table: Table, rows: pa.Table, path: Path) -> int:
     }
     # Descriptions live in the Delta schema; in each small file they would outweigh the rows.
     bare = rows.cast(pa.schema([field.remove_metadata() for field in rows.schema]))
-    with explain_os_errors(f"write to table {table.name} in {path.parent}"):
-        make_durable_dirs(path.parent)
-        try:
-            with open(path, "xb") as file:
-                pq.write_table(bare, file, **options)
-                file.flush()
-                os.fsync(file.fileno())
-        except BaseException:
-            path.unlink(missing_ok=True)
-            raise
-        fsync_dir(path.parent)
-    return path.stat().st_size
+    file = pa.BufferOutputStream()
+    pq.write_table(bare, file, **options)
+    return memoryview(file.getvalue())
 
 
 def delta_statistics(rows: pa.Table) -> str:

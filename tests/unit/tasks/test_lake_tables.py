@@ -19,6 +19,7 @@ from tasks.lake import Lake
 from tasks.lake.files import new_write_id, partition_dir, uuid7
 from tasks.lake.ledger import Ledger
 from tasks.lake.writer import delta_statistics
+from tasks.storage import StorageError
 
 RUN = "demo"
 
@@ -302,8 +303,8 @@ def test_opening_what_is_no_lake(tmp_path: Path):
         Lake.open(tmp_path / "none")
     assert not (tmp_path / "none").exists()
     for opener in (Lake.open, Lake.create):
-        with pytest.raises(ValueError, match="local directories, not s3://bucket/lake"):
-            opener("s3://bucket/lake")
+        with pytest.raises(ValueError, match="path of a directory or s3://bucket/prefix"):
+            opener("gs://bucket/lake")
 
 
 def test_a_newer_table_is_refused(lake: Lake):
@@ -335,9 +336,9 @@ def test_a_read_only_lake_says_so():
             path.chmod(0o555 if path.is_dir() else 0o444)
         os.seteuid(user)
         try:
-            with pytest.raises(PermissionError, match=r"Cannot write to table evals .* writable"):
+            with pytest.raises(StorageError, match=r"Cannot write .*/evals/.* writable"):
                 lake.append("evals", rows_of("evals", 1), run_id=RUN, cycle=0, lease=0)
-            with pytest.raises(PermissionError, match="Cannot make a lake"):
+            with pytest.raises(StorageError, match=r"Cannot make .*/inner"):
                 Lake.create(f"{folder}/lake/inner")
             assert Lake.open(f"{folder}/lake").files("evals") == []
         finally:
