@@ -1,4 +1,8 @@
-"""What the inspecting commands show, as JSON-ready rows read from the lake."""
+"""What the inspecting commands show, as JSON-ready rows read from the lake.
+
+What loads torch or a tokenizer is imported by the one function that needs it, so that the others
+answer at once.
+"""
 
 import math
 from pathlib import Path
@@ -9,10 +13,7 @@ from tasks.decisions import undecided
 from tasks.lake.lake import Lake
 from tasks.lake.ledger import Entry
 from tasks.progress import read_progress
-from tasks.publish import version_dir
 from tasks.query import connect
-from tasks.renderers import Renderer
-from tasks.weights.anchors import export, load_publication, read_anchor
 
 
 def run_config(lake: Lake, run_id: str) -> RunConfig:
@@ -22,6 +23,8 @@ def run_config(lake: Lake, run_id: str) -> RunConfig:
 
 
 def _version_folder(lake: Lake, run_id: str, published: Entry) -> Path:
+    from tasks.publish import version_dir
+
     config = run_config(lake, run_id)
     folder = version_dir(config, published.details["uri"])
     if not folder.is_dir():
@@ -88,6 +91,8 @@ def export_version(lake: Lake, run_id: str, version: int, to_dir: Path) -> dict[
     Raises `ValueError` if there is no such version, or the store no longer holds what the ledger
     names.
     """
+    from tasks.weights.anchors import export, load_publication, read_anchor
+
     ledger = lake.ledger(run_id)
     entry = ledger.last("version_published", version=version)
     if entry is None:
@@ -114,6 +119,8 @@ def trajectory_tokens(lake: Lake, run_id: str, trajectory_id: str | None) -> dic
 
     Raises `ValueError` if the run has no such trajectory.
     """
+    from tasks.renderers import Renderer
+
     connection = connect(lake)
     if trajectory_id is None:
         row = connection.execute(

@@ -8,7 +8,7 @@ from flows.attachment import attach, keep_attached
 from flows.cycle import Cycle
 from flows.decisions import carry_out_decisions, require_decisions
 from flows.engines import EngineFactory, build_engines
-from flows.opening import OpenRun, Report, find_run, holding_lease, published_dir, take_run
+from flows.opening import OpenRun, Report, find_run, holding_lease, take_run
 from flows.refusals import BatchRefused
 from schemas.config import RunConfig
 from tasks.data_docs.pages import write_data_docs
@@ -64,7 +64,7 @@ async def execute_run(
     report({"event": "attaching", "engine": config.engine.model_dump(mode="json")})
     vllm = config.engine.vllm
     fleet = Fleet(
-        make_engines(config, published_dir(run, 0)[0]),
+        make_engines(run),
         patience_s=0.0 if vllm is None else vllm.startup_timeout_s,
     )
     try:

@@ -1,7 +1,9 @@
 """Fixtures that several rooms' tests share."""
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -17,6 +19,18 @@ def tiny_policies(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cache = tmp_path_factory.mktemp("policies")
     starting_checkpoint(TinyRun(cache, cache).config)
     return cache
+
+
+@pytest.fixture(scope="session")
+def finished_run(
+    tmp_path_factory: pytest.TempPathFactory, tiny_policies: Path
+) -> tuple[TinyRun, dict[str, Any]]:
+    """The tiny run, taken through the command line and Prefect, with its `--json` document; to be
+    looked at only."""
+    tiny = TinyRun(tmp_path_factory.mktemp("finished"), tiny_policies)
+    result = tiny.run("--json")
+    assert result.returncode == 0, result.stderr
+    return tiny, json.loads(result.stdout)
 
 
 @pytest.fixture

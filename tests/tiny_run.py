@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from flows.run import execute_run_sync
 from flows.run_file import load_run_file
 from schemas.config import RunConfig
 from tasks.lake.lake import Lake
@@ -67,6 +68,10 @@ class TinyRun:
         with self.start(*options) as process:
             stdout, stderr = process.communicate(timeout=500)
         return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+
+    def execute(self) -> None:
+        """The run in this process, whose imports are done; raises what ends it."""
+        execute_run_sync(self.config, str(RUN_FILE))
 
     def wait_for(self, condition: Callable[[list[Entry]], bool], timeout_s: float = 240) -> None:
         """Returns once the ledger satisfies `condition`."""

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from flows.attachment import EngineRefused
 from flows.engines import build_engines
+from flows.opening import OpenRun
 from flows.refusals import BatchRefused
 from flows.run import execute_run_sync
 from schemas.config import RunConfig
@@ -67,8 +68,8 @@ def claim_a_later_version(request: Request, generation: Generation) -> Generatio
 
 
 def run_with(tiny: TinyRun, spoil) -> None:
-    def make_engines(config: RunConfig, model_dir: Path) -> list[RolloutEngine]:
-        return [FaultyEngine(engine, spoil) for engine in build_engines(config, model_dir)]
+    def make_engines(run: OpenRun) -> list[RolloutEngine]:
+        return [FaultyEngine(engine, spoil) for engine in build_engines(run)]
 
     execute_run_sync(tiny.config, "tiny.toml", make_engines=make_engines)
 
@@ -121,7 +122,7 @@ def assert_every_rollout_ended(tiny: TinyRun, expected: dict[str, int]) -> None:
 
 
 def test_gate_2_stops_shifted_logprobs_before_any_backward_pass(tiny_run):
-    tiny = tiny_run()
+    tiny = tiny_run("run.num_cycles=1")
     with pytest.raises(BatchRefused) as refused:
         run_with(tiny, shift_by_one)
     message = str(refused.value)
@@ -134,12 +135,12 @@ def test_gate_2_stops_shifted_logprobs_before_any_backward_pass(tiny_run):
     assert_the_run_waits(tiny)
     approve(tiny)
     # In this process, which still holds the lease of the run that was refused.
-    execute_run_sync(tiny.config, "tiny.toml")
-    assert count(tiny.entries, "cycle_closed") == 2
-    assert [e.batch for e in tiny.entries if e.kind == "batch_trained"] == [1, 2, 3, 4]
+    tiny.execute()
+    assert count(tiny.entries, "cycle_closed") == 1
+    assert [e.batch for e in tiny.entries if e.kind == "batch_trained"] == [1, 2]
     rows = tiny.lake.read("quarantine", run_id=RUN_ID).to_pylist()
     assert len(rows) == 32 and {row["action"] for row in rows} == {"refuse"}
-    assert_every_rollout_ended(tiny, {"trained": 128, "refused": 32})
+    assert_every_rollout_ended(tiny, {"trained": 64, "refused": 32})
     assert "waits for a person" not in pages.read_text()
 
 
@@ -152,7 +153,7 @@ def test_a_batch_whose_rules_are_waived_is_trained_with_the_scores_it_has(tiny_r
     assert len(rules) > 1 and "logprobs_aligned" in rules
     waive(tiny, "logprobs_aligned")
     with pytest.raises(BatchRefused, match="own_version_mismatch"):
-        execute_run_sync(tiny.config, "tiny.toml")
+        tiny.execute()
     assert_nothing_was_trained(tiny)
     assert_every_rollout_ended(tiny, {"refused": 32})
     waive(tiny, *(rule for rule in rules if rule != "logprobs_aligned"))
@@ -171,24 +172,24 @@ def test_a_batch_whose_rules_are_waived_is_trained_with_the_scores_it_has(tiny_r
     assert_every_rollout_ended(tiny, {"trained": 64})
 
 
-@pytest.mark.parametrize(
-    ("spoil", "rule"),
-    [(lose_every_logprob, "logprobs_present"), (claim_a_later_version, "versions_published")],
-)
-def test_gate_1_stops_a_window_where_faults_are_the_rule(tiny_run, spoil, rule: str):
+def test_gate_1_stops_a_window_where_faults_are_the_rule(tiny_run):
     tiny = tiny_run("run.num_cycles=1", "run.batches_per_cycle=1")
+    for spoil, rule in (
+        (lose_every_logprob, "logprobs_present"),
+        (claim_a_later_version, "versions_published"),
+    ):
 
-    def only_training(request: Request, generation: Generation) -> Generation:
-        group = int(request.request_id.split("-")[0])
-        return spoil(request, generation) if group >= 16 else generation
+        def only_training(request: Request, generation: Generation, spoil=spoil) -> Generation:
+            group = int(request.request_id.split("-")[0])
+            return spoil(request, generation) if group >= 16 else generation
 
-    with pytest.raises(BatchRefused) as refused:
-        run_with(tiny, only_training)
-    assert rule in str(refused.value) and "00000016-000-0" in str(refused.value)
-    assert_nothing_was_trained(tiny)
-    assert tiny.lake.read("trajectories", run_id=RUN_ID, where="split = 'train'").num_rows == 0
-    approve(tiny)
-    execute_run_sync(tiny.config, "tiny.toml")
+        with pytest.raises(BatchRefused) as refused:
+            run_with(tiny, only_training)
+        assert rule in str(refused.value) and "00000016-000-0" in str(refused.value)
+        assert_nothing_was_trained(tiny)
+        assert tiny.lake.read("trajectories", run_id=RUN_ID, where="split = 'train'").num_rows == 0
+        approve(tiny)
+    tiny.execute()
     assert count(tiny.entries, "cycle_closed") == 1
     assert_every_rollout_ended(tiny, {"trained": 32})
 
@@ -270,8 +271,8 @@ def test_an_engine_that_fails_its_probe_gets_no_request(tiny_run):
             doubled = tuple(2 * x for x in generation.logprobs)
             return replace(generation, logprobs=doubled)
 
-    def make_engines(config: RunConfig, model_dir: Path) -> list[RolloutEngine]:
-        return [RawEngine(engine, shift_by_one) for engine in build_engines(config, model_dir)]
+    def make_engines(run: OpenRun) -> list[RolloutEngine]:
+        return [RawEngine(engine, shift_by_one) for engine in build_engines(run)]
 
     with pytest.raises(EngineRefused, match="not attached"):
         execute_run_sync(tiny.config, "tiny.toml", make_engines=make_engines)
@@ -285,8 +286,8 @@ def test_an_engine_that_holds_other_weights_gets_no_request(tiny_run):
         async def update(self, version, weights_dir, root_hash, mode) -> Attestation:
             return await self._engine.update(version, weights_dir, "0" * 64, mode)
 
-    def make_engines(config: RunConfig, model_dir: Path) -> list[RolloutEngine]:
-        return [StaleEngine(engine, shift_by_one) for engine in build_engines(config, model_dir)]
+    def make_engines(run: OpenRun) -> list[RolloutEngine]:
+        return [StaleEngine(engine, shift_by_one) for engine in build_engines(run)]
 
     with pytest.raises(EngineRefused, match="could not attest version 0"):
         execute_run_sync(tiny.config, "tiny.toml", make_engines=make_engines)

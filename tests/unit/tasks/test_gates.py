@@ -18,7 +18,7 @@ def first_action(rollout: Rollout) -> dict:
 
 
 def test_gate_1_passes_honest_windows():
-    for seed in range(40):
+    for seed in range(12):
         judgement = gate1(window(seed, groups=2, turns=1 + seed % 3))
         assert judgement.ok and not failed_rules(judgement)
 
