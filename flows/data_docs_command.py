@@ -20,11 +20,13 @@ def data_docs(
     from flows.inspection import run_config
     from tasks.data_docs.pages import write_data_docs
     from tasks.lake.lake import Lake
-    from tasks.train import run_store
+    from tasks.weights.store import open_store
 
     opened = Lake.open(lake)
     picked = pick_run(opened.run_ids(), run_id, lake)
-    folder = run_store(run_config(opened, picked)) / "data_docs" if to is None else to.absolute()
+    folder = (
+        open_store(run_config(opened, picked)).folder / "data_docs" if to is None else to.absolute()
+    )
     index = write_data_docs(opened, picked, folder)
     if as_json:
         emit({"run_id": picked, "data_docs": str(index)})

@@ -10,7 +10,7 @@ from tasks.engines.protocol import RolloutEngine
 from tasks.engines.torch_engine import TorchEngine
 from tasks.engines.vllm import VllmEngine, VllmSettings
 from tasks.engines.vllm_launch import LocalServer
-from tasks.train import run_store
+from tasks.weights.store import open_store
 
 EngineFactory = Callable[[OpenRun], list[RolloutEngine]]
 
@@ -76,7 +76,7 @@ def _local_server(
         compute_dtype=config.engine.compute_dtype,
         flags=("--max-num-seqs", str(config.engine.num_slots)),
         threads=config.engine.threads,
-        log=run_store(config) / "logs" / f"vllm-{index}.log",
+        log=open_store(config).folder / "logs" / f"vllm-{index}.log",
         startup_timeout_s=vllm.startup_timeout_s,
         index=index,
     )

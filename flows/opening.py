@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,9 +16,8 @@ from tasks.interchange.imported import imported_from
 from tasks.lake.lake import Lake
 from tasks.lake.lease import renew_if_due, take_lease
 from tasks.lake.ledger import Entry, Ledger
-from tasks.publish import publication_row, relative_uri, version_dir
+from tasks.publish import publication_row, publish_anchor, relative_uri, version_dir
 from tasks.renderers import Renderer
-from tasks.train import run_store
 from tasks.warm_start import starting_checkpoint
 from tasks.weights.importing import check_checkpoint, import_anchor
 
@@ -141,7 +140,8 @@ def take_run(run: OpenRun, *, take_over: bool = False) -> None:
 
 
 def _publish_version_0(run: OpenRun, checkpoint: Path) -> None:
-    publication = import_anchor(checkpoint, run_store(run.config) / "weights", lease=run.lease)
+    write = partial(import_anchor, checkpoint, lease=run.lease)
+    publication = publish_anchor(run.config, 0, run.lease, write)
     renderer = Renderer(Path(publication.uri))
     run.commit(
         "version_published",

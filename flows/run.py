@@ -14,7 +14,7 @@ from schemas.config import RunConfig
 from tasks.data_docs.pages import write_data_docs
 from tasks.engines.fleet import Fleet
 from tasks.rollout import RolloutContext
-from tasks.train import run_store
+from tasks.weights.store import open_store
 
 CycleRunner = Callable[[Cycle], Awaitable[None]]
 
@@ -93,7 +93,7 @@ async def _cycles(
 
 def _show_judgements(run: OpenRun, report: Report, *, refused: bool = False) -> None:
     """Writes the pages of this cycle, and of earlier ones that have none."""
-    folder = run_store(run.config) / "data_docs"
+    folder = open_store(run.config).folder / "data_docs"
     index = write_data_docs(run.lake, run.run_id, folder, cycles=[run.cycle])
     report({"event": "data_docs", "path": str(index), "refused": refused})
 

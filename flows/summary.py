@@ -6,7 +6,7 @@ from flows.display import SIGNAL_HEADERS
 from flows.opening import OpenRun
 from tasks.evaluate import estimate_pass_at_k, heldout_results, paired_gain
 from tasks.query import connect
-from tasks.train import run_store
+from tasks.weights.store import open_store
 
 
 def summarise(run: OpenRun) -> dict[str, Any]:
@@ -83,5 +83,5 @@ def summarise(run: OpenRun) -> dict[str, Any]:
             dict(zip(("step", *SIGNAL_HEADERS), row, strict=True)) for row in signals.fetchall()
         ],
         "lake": run.lake.uri,
-        "data_docs": str(run_store(run.config) / "data_docs" / "index.html"),
+        "data_docs": str(open_store(run.config).folder / "data_docs" / "index.html"),
     }

@@ -25,8 +25,11 @@ class RunSection(Section):
     run_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
     seed: Annotated[int, Field(ge=0, lt=2**31)]
     lake: str
+    """A directory, or `s3://bucket/prefix`."""
     store: str
-    """Weights and checkpoints."""
+    """Weights and checkpoints: a directory, or `s3://bucket/prefix`."""
+    cache: Annotated[str, Field(json_schema_extra=MAY_CHANGE)] = "var/cache"
+    """Where a machine keeps its copies of what a store in S3 holds."""
     num_cycles: Annotated[int, Field(gt=0, json_schema_extra=MAY_CHANGE)]
     batches_per_cycle: Positive
 

@@ -19,6 +19,7 @@ from tasks.lake.batches import Batch
 from tasks.lake.lake import Lake
 from tasks.profile import Limits, profile_scores
 from tasks.validate import NO_WAIVERS, History, Judgement, Waivers, judge
+from tasks.weights.store import open_store
 
 
 class TrainerFailed(RuntimeError):
@@ -71,7 +72,7 @@ class TrainerJob:
         cls, config: RunConfig, lake: Lake, *, cycle: int, lease: int, until_batch: int
     ) -> "TrainerJob":
         run_id = config.run.run_id
-        log = run_store(config) / "logs" / f"trainer-{cycle:06d}-{lease:06d}.log"
+        log = open_store(config).folder / "logs" / f"trainer-{cycle:06d}-{lease:06d}.log"
         arguments = {
             "--lake": lake.uri,
             "--run-id": run_id,
@@ -113,11 +114,6 @@ class TrainerJob:
         except subprocess.TimeoutExpired:
             self.process.terminate()
             self.process.wait()
-
-
-def run_store(config: RunConfig) -> Path:
-    """Where the run's weights, checkpoints and logs live."""
-    return Path(config.run.store).absolute() / config.run.run_id
 
 
 def written_under_lease(

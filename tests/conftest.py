@@ -37,10 +37,10 @@ def finished_run(
 def tiny_run(tmp_path: Path, tiny_policies: Path) -> Callable[..., TinyRun]:
     """Makes a fresh run with the given `--set` overrides."""
 
-    def make(*settings: str, name: str = "run") -> TinyRun:
+    def make(*settings: str, name: str = "run", place: str | None = None) -> TinyRun:
         root = tmp_path / name
         root.mkdir()
-        return TinyRun(root, tiny_policies, settings)
+        return TinyRun(root, tiny_policies, settings, place)
 
     return make
 
