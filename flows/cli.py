@@ -264,7 +264,8 @@ def doctor(as_json: JsonOption = False) -> None:
 
 
 # Last, since its commands use the options above.
-import flows.interchange  # noqa: E402, F401
+import flows.interchange  # noqa: E402
+import flows.maintenance  # noqa: E402, F401
 
 
 def main() -> None:
