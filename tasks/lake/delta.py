@@ -20,7 +20,7 @@ from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundErr
 from deltalake.transaction import AddAction, RemoveAction
 
 from schemas.tables import SCHEMA_VERSION, Table
-from tasks.lake.files import new_write_id, partition_dir
+from tasks.lake.files import new_write_id, partition_dir, write_of_file
 from tasks.lake.writer import delta_statistics, file_rows, parquet_bytes
 from tasks.storage import Storage, explain_errors
 
@@ -43,7 +43,7 @@ class TableFile:
     """A current file, from its add action. `path` is relative to the table's folder.
 
     `first_key` is the least value of the table's first sort column, None if it is not known.
-    `write_id` is the one write whose rows the file holds; None for a file that holds several.
+    `write_id` is the controller's or trainer's write that the file is; None for a merged file.
     """
 
     path: str
@@ -267,16 +267,16 @@ class LakeTable:
         return sorted(files, key=lambda f: (f.cycle, f.first_key is not None, f.first_key, f.path))
 
     def _table_file(self, action: dict[str, Any]) -> TableFile:
-        first, last = action.get("min.write_id"), action.get("max.write_id")
+        # The log holds the path once more percent-encoded than the file's own name.
+        path = unquote(action["path"])
         return TableFile(
-            # The log holds the path once more percent-encoded than the file's own name.
-            path=unquote(action["path"]),
+            path=path,
             run_id=action["partition.run_id"],
             cycle=int(action["partition.cycle"]),
             size_bytes=action["size_bytes"],
             num_rows=action["num_records"],
             first_key=action.get(f"min.{self.table.sort_by[0]}"),
-            write_id=first if first == last else None,
+            write_id=write_of_file(path),
         )
 
     def replace_files(

@@ -1,10 +1,16 @@
 """Names of writes and partitions."""
 
 import os
+import re
 import time
 from datetime import UTC, datetime
 from urllib.parse import quote
 from uuid import UUID
+
+WRITE_FILE = re.compile(r"(?:^|/)(\d{6,}-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})\.parquet$")
+
+MAINTENANCE_LEASE = 0
+"""Maintenance writes under no lease, and so does whoever creates a run: its ledger row alone."""
 
 
 def uuid7() -> UUID:
@@ -24,6 +30,12 @@ def new_write_id(lease: int) -> str:
 def lease_of(write_id: str) -> int:
     """The lease that a write was made under."""
     return int(write_id.partition("-")[0])
+
+
+def write_of_file(path: str) -> str | None:
+    """The write that a file is named by; None for one of maintenance or of another tool."""
+    found = WRITE_FILE.search(path)
+    return found[1] if found and lease_of(found[1]) != MAINTENANCE_LEASE else None
 
 
 def written_at(write_id: str) -> datetime:

@@ -15,7 +15,7 @@ from deltalake.transaction import AddAction
 from schemas.config import MaintenanceSection
 from schemas.tables import TABLES
 from tasks.lake.delta import FilesChanged, LakeTable, TableFile
-from tasks.lake.files import new_write_id, run_dir
+from tasks.lake.files import MAINTENANCE_LEASE, new_write_id, run_dir
 from tasks.lake.lake import Lake
 from tasks.lake.writer import merged_rows
 from tasks.maintain.plan import Merge, Plan, Removal
@@ -74,7 +74,9 @@ def _record(lake: Lake, removal: Removal, now: datetime) -> None:
         "recorded_at": now,
     }
     rows = pa.Table.from_pylist([row], schema=TABLES["maintenance"].own_schema)
-    lake.append("maintenance", rows, run_id=removal.run_id, cycle=removal.cycle, lease=0)
+    lake.append(
+        "maintenance", rows, run_id=removal.run_id, cycle=removal.cycle, lease=MAINTENANCE_LEASE
+    )
 
 
 def _merge(lake: Lake, merge: Merge) -> Counter[str]:
@@ -90,7 +92,11 @@ def _write_merged(table: LakeTable, files: tuple[TableFile, ...]) -> AddAction:
     assert rows.num_rows == sum(file.num_rows for file in files), "a merge keeps every row"
     first = files[0]
     return table.write_file(
-        rows, new_write_id(0), run_id=first.run_id, cycle=first.cycle, data_change=False
+        rows,
+        new_write_id(MAINTENANCE_LEASE),
+        run_id=first.run_id,
+        cycle=first.cycle,
+        data_change=False,
     )
 
 
