@@ -206,7 +206,6 @@ def test_what_the_ledger_needs_does_not_expire(run: SmallRun):
 
 def test_age_counts_from_the_row_that_names_a_write(run: SmallRun):
     run.record(1)
-    late = run.append("segments", [])
     run.commit("cycle_closed")
     closed = run.ledger.entries[-1].committed_at
     names = run.lake.read("trajectories", run_id=RUN).to_pylist()
