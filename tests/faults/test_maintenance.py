@@ -163,13 +163,19 @@ def maintain(run: TinyRun, *options: str) -> str:
 
 
 def answers(run: TinyRun) -> dict[str, list[Any]]:
+    """Every view's rows in order. Floats are rounded to 12 digits: DuckDB's threads add sums up in
+    another order each time, whatever the files."""
     connection = connect(run.lake)
     found: dict[str, list[Any]] = {}
     for name in view_sources():
-        columns = [c for c, kind, *_ in connection.sql(f"DESCRIBE {name}").fetchall()]
-        ordered = ", ".join(f'"{column}"' for column in columns)
-        found[name] = connection.sql(f"SELECT * FROM {name} ORDER BY {ordered}").fetchall()
+        columns = [c for c, *_ in connection.sql(f"DESCRIBE {name}").fetchall()]
+        rows = connection.sql(f"SELECT * FROM {name} ORDER BY {', '.join(columns)}").fetchall()
+        found[name] = [tuple(map(rounded, row)) for row in rows]
     return found
+
+
+def rounded(value: Any) -> Any:
+    return float(f"{value:.12g}") if isinstance(value, float) else value
 
 
 def test_a_run_goes_on_after_maintenance_as_if_nothing_had_been(
