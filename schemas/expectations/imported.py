@@ -7,7 +7,7 @@ it is counted and shown, and never filled in.
 
 from dataclasses import replace
 
-from schemas.expectations import gate1
+from schemas.expectations import segments, trajectories, windows
 from schemas.expectations.rule import Rule
 
 _ACTION = "s.kind = 'action'"
@@ -26,7 +26,7 @@ _AS_AT_GATE_1 = (
     "logprobs_not_constant",
 )
 
-_BY_ID = {rule.id: rule for rule in gate1.RULES}
+_BY_ID = {rule.id: rule for rule in (*segments.RULES, *trajectories.RULES, *windows.RULES)}
 
 RULES: tuple[Rule, ...] = (
     *(_BY_ID[name] for name in _AS_AT_GATE_1),

@@ -142,7 +142,10 @@ TRAJECTORIES = Table(
         ),
         required("status", pa.string(), "completed, truncated (a length cap), aborted or failed."),
         required(
-            "finish_reason", pa.string(), "The last turn's: stop, length, abort, or the failure."
+            "finish_reason",
+            pa.string(),
+            "The last turn's: stop, length or abort; context where the next observation had no "
+            "room in the model; or the failure.",
         ),
         optional(
             "reward",

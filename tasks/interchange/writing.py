@@ -22,6 +22,9 @@ from tasks.validate import Judgement, judge
 
 ROWS_PER_TABLE = 512
 
+UNKNOWN_LIMITS = dict.fromkeys(("run_seed", "stop_token_ids", "max_tokens", "max_model_tokens"))
+"""What gate 1's profile compares with and no source says."""
+
 
 @dataclass
 class Import:
@@ -46,8 +49,7 @@ class Import:
         if trajectories.num_rows == 0:
             return 0
         judgement = self._judge(file, trajectories, segments)
-        warnings = {rule.id for rule in expectations.RULES if rule.severity == "warning"}
-        faults = [fault for fault in judgement.faults if fault.rule not in warnings]
+        faults = judgement.faults
         self._append("validations", judgement.validations())
         self._append("trajectories", trajectories)
         if segments.num_rows:
@@ -71,14 +73,14 @@ class Import:
 
     def _judge(self, file: Path, trajectories: pa.Table, segments: pa.Table) -> Judgement:
         known = self.lake.read("trajectories", run_id=self.ledger.run_id, columns=["trajectory_id"])
-        limits = {"origin": self.origin}
+        limits = {"origin": self.origin, **UNKNOWN_LIMITS}
         requests, routing = (
             TABLES[name].own_schema.empty_table() for name in ("requests", "routing")
         )
         profile = profile_rollouts(
             trajectories, segments, requests, routing, known, limits, expectations.RULES
         )
-        return judge(1, f"import of {file.name}", profile, limits, expectations.RULES)
+        return judge(1, f"import of {file.name}", profile, limits, rules=expectations.RULES)
 
     def _tables(self, rollouts: Iterable[SourceRollout]) -> tuple[pa.Table, pa.Table]:
         schemas = [TABLES[name].own_schema for name in ("trajectories", "segments")]

@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import unquote
 
 import pyarrow as pa
-from deltalake import CommitProperties, DeltaTable, Transaction
+from deltalake import CommitProperties, DeltaTable, PostCommitHookProperties, Transaction
 from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundError
 from deltalake.transaction import AddAction, RemoveAction
 
@@ -43,7 +43,7 @@ class TableFile:
     """A current file, from its add action. `path` is relative to the table's folder.
 
     `first_key` is the least value of the table's first sort column, None if it is not known.
-    `write_id` is the controller's or trainer's write that the file is; None for a merged file.
+    `write_id` is the one write that the file is; None for a merged file.
     """
 
     path: str
@@ -345,6 +345,10 @@ class LakeTable:
             schema=self.table.schema,
             partition_by=list(self.table.partition_by),
             commit_properties=properties,
+            # Looking for expired log entries lists the whole log, which a commit need not do.
+            post_commithook_properties=PostCommitHookProperties(
+                cleanup_expired_logs=(self._handle.version() + 1) % CHECKPOINT_INTERVAL == 0
+            ),
         )
 
     def _commit(self, add: AddAction, transaction: Transaction | None) -> None:

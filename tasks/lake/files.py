@@ -9,9 +9,6 @@ from uuid import UUID
 
 WRITE_FILE = re.compile(r"(?:^|/)(\d{6,}-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})\.parquet$")
 
-MAINTENANCE_LEASE = 0
-"""Maintenance writes under no lease, and so does whoever creates a run: its ledger row alone."""
-
 
 def uuid7() -> UUID:
     """A time-ordered UUID: 48 bits of Unix milliseconds, then random bits (RFC 9562, 5.7)."""
@@ -33,9 +30,14 @@ def lease_of(write_id: str) -> int:
 
 
 def write_of_file(path: str) -> str | None:
-    """The write that a file is named by; None for one of maintenance or of another tool."""
+    """The write that a file is named by; None for a merged file, or one of another tool."""
     found = WRITE_FILE.search(path)
-    return found[1] if found and lease_of(found[1]) != MAINTENANCE_LEASE else None
+    return found[1] if found else None
+
+
+def new_merged_name() -> str:
+    """Names a file that holds the rows of several writes."""
+    return f"merged-{uuid7()}"
 
 
 def written_at(write_id: str) -> datetime:

@@ -4,16 +4,18 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from schemas.config import MaintenanceSection, parse_maintenance
+from tasks.decisions import undecided, unfinished_waivers
 from tasks.lake.files import lease_of, written_at
 from tasks.lake.lake import Lake
 from tasks.lake.lease import holder_may_write
-from tasks.lake.ledger import Ledger
+from tasks.lake.ledger import Entry, Ledger
 
 
 @dataclass(frozen=True)
 class RunFacts:
     """`named` gives, for each write, the time of the newest ledger row that names it; `closed`, for
-    each closed cycle, when it closed; `undecided` are writes that a reviewer may still waive."""
+    each closed cycle, when it closed; `undecided` are writes that may count yet because a
+    reviewer may waive what refused them."""
 
     run_id: str
     named: dict[str, datetime]
@@ -44,14 +46,7 @@ def run_policy(ledger: Ledger) -> MaintenanceSection:
     return parse_maintenance(began_with.get("maintenance", {}), source)
 
 
-def read_facts(ledger: Ledger, cutoff: datetime) -> RunFacts:
-    """`cutoff` is the beginning of the grace period: what was decided since still counts as open,
-    since the controller may not have acted on it yet."""
-    decided = {
-        entry.details.get("refusal")
-        for entry in ledger.entries
-        if entry.kind == "decision_adopted" and entry.committed_at < cutoff
-    }
+def read_facts(ledger: Ledger) -> RunFacts:
     return RunFacts(
         run_id=ledger.run_id,
         named={
@@ -64,13 +59,18 @@ def read_facts(ledger: Ledger, cutoff: datetime) -> RunFacts:
         },
         undecided=frozenset(
             write_id
-            for entry in ledger.entries
-            if entry.kind == "batch_refused" and entry.seq not in decided
-            for write_id in entry.details.get("rows", ())
+            for refusal in _open_refusals(ledger)
+            for write_id in refusal.details.get("held", ())
         ),
         lease=ledger.lease,
         lease_is_alive=holder_may_write(ledger),
     )
+
+
+def _open_refusals(ledger: Ledger) -> list[Entry]:
+    """Refusals whose data may count yet: nobody has decided, or a waiver is still to be judged."""
+    waived = (e.details["refusal"] for e in unfinished_waivers(ledger.entries))
+    return [*undecided(ledger.entries), *(ledger.entries[seq] for seq in waived)]
 
 
 def settled_trajectories(lake: Lake, run_id: str) -> set[str]:
@@ -82,7 +82,18 @@ def settled_trajectories(lake: Lake, run_id: str) -> set[str]:
         for e in ledger.entries
         if e.kind == "batch_trained" and e.batch in published
     }
-    refused = {e.details["admission"] for e in ledger.entries if e.kind == "batch_refused"}
+    # The newest word counts: a waiver has a refused admission accepted after all.
+    words = {
+        e.details["admission"]: e
+        for e in ledger.entries
+        if e.kind in ("batch_accepted", "batch_refused")
+    }
+    open_refusals = {e.seq for e in _open_refusals(ledger)}
+    refused = {
+        admission
+        for admission, word in words.items()
+        if word.kind == "batch_refused" and word.seq not in open_refusals
+    }
     batches = lake.read("batches", run_id=run_id, columns=["admission", "trajectory_id"])
     done, needed = set(), set()
     for row in batches.to_pylist():

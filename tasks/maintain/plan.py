@@ -30,6 +30,10 @@ EXPIRING = {
 """Tables whose rows may expire, and the key of the policy that says when."""
 
 
+NEVER_DROPPED = ("decisions",)
+"""A reviewer's word counts once the controller adopts it, however late the run goes on."""
+
+
 @dataclass(frozen=True)
 class Removal:
     """Files that leave a table: rows that expire by policy, or writes that never counted."""
@@ -77,7 +81,7 @@ def plan_run(lake: Lake, run_id: str, policy: MaintenanceSection, now: datetime)
     grace = now - timedelta(hours=policy.grace_hours)
     listed = {name: lake.table(name).current_files(run_id) for name in TABLES}
     # Read after the files, so that each write of a closed cycle is as named as it will be.
-    facts = read_facts(lake.ledger(run_id), grace)
+    facts = read_facts(lake.ledger(run_id))
     expirations = tuple(_expirations(lake, facts, listed, policy, now))
     gone = {file.path for removal in expirations for file in removal.files}
     drops: list[Removal] = []
@@ -85,12 +89,11 @@ def plan_run(lake: Lake, run_id: str, policy: MaintenanceSection, now: datetime)
     for name, files in listed.items():
         for cycle, group in groupby(files, key=lambda file: file.cycle):
             unnamed, named = _split(facts, name, group)
-            if old := [f for f in unnamed if f.write_id and facts.may_drop(f.write_id, grace)]:
+            droppable = () if name in NEVER_DROPPED else unnamed
+            if old := [f for f in droppable if f.write_id and facts.may_drop(f.write_id, grace)]:
                 ids = tuple(f.write_id for f in old if f.write_id)
-                policy_text = f"maintenance.grace_hours = {policy.grace_hours:g}"
-                drops.append(
-                    Removal("drop", name, run_id, cycle, tuple(old), ids, policy_text, grace)
-                )
+                text = f"maintenance.grace_hours = {policy.grace_hours:g}"
+                drops.append(Removal("drop", name, run_id, cycle, tuple(old), ids, text, grace))
             if cycle in facts.closed:
                 bins = tuple(_bins(file for file in named if file.path not in gone))
                 if bins:

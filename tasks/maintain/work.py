@@ -15,11 +15,14 @@ from deltalake.transaction import AddAction
 from schemas.config import MaintenanceSection
 from schemas.tables import TABLES
 from tasks.lake.delta import FilesChanged, LakeTable, TableFile
-from tasks.lake.files import MAINTENANCE_LEASE, new_write_id, run_dir
+from tasks.lake.files import new_merged_name, run_dir
 from tasks.lake.lake import Lake
 from tasks.lake.writer import merged_rows
 from tasks.maintain.plan import Merge, Plan, Removal
 from tasks.storage import StoredFile
+
+NO_LEASE = 0
+"""No controller ever holds it; maintenance needs none."""
 
 NUM_READERS = 8
 """Files read at a time: those of an object store each cost a round trip."""
@@ -74,9 +77,7 @@ def _record(lake: Lake, removal: Removal, now: datetime) -> None:
         "recorded_at": now,
     }
     rows = pa.Table.from_pylist([row], schema=TABLES["maintenance"].own_schema)
-    lake.append(
-        "maintenance", rows, run_id=removal.run_id, cycle=removal.cycle, lease=MAINTENANCE_LEASE
-    )
+    lake.append("maintenance", rows, run_id=removal.run_id, cycle=removal.cycle, lease=NO_LEASE)
 
 
 def _merge(lake: Lake, merge: Merge) -> Counter[str]:
@@ -93,7 +94,7 @@ def _write_merged(table: LakeTable, files: tuple[TableFile, ...]) -> AddAction:
     first = files[0]
     return table.write_file(
         rows,
-        new_write_id(MAINTENANCE_LEASE),
+        new_merged_name(),
         run_id=first.run_id,
         cycle=first.cycle,
         data_change=False,

@@ -58,7 +58,14 @@ def value(kind: pa.DataType, index: int) -> Any:
     return [value(kind.value_type, index + offset) for offset in range(3)]
 
 
-ALLOWED = {"kind": "action", "status": "completed", "split": "train", "drift": "clean"}
+ALLOWED = {
+    "kind": "action",
+    "status": "completed",
+    "split": "train",
+    "drift": "clean",
+    "action": "drop",
+    "origin": "verl",
+}
 
 
 def rows_of(table: str, count: int) -> pa.Table:

@@ -16,7 +16,7 @@ from schemas.config import MaintenanceSection
 from schemas.tables import TABLES
 from tasks.lake import Lake, take_lease
 from tasks.lake.delta import FilesChanged, TableFile
-from tasks.lake.files import lease_of, new_write_id, written_at
+from tasks.lake.files import lease_of, new_merged_name, new_write_id, written_at
 from tasks.lake.writer import merged_rows
 from tasks.maintain import TableReport, maintain_run, run_policy
 from tasks.maintain import plan as planning
@@ -90,7 +90,7 @@ def test_a_merged_file_is_written_as_any_other(run: SmallRun):
     (single, *_) = run.lake.files("segments", cycle=0)
     maintain(run.lake)
     (path,) = run.lake.files("segments", cycle=0)
-    assert Path(path).name.startswith("000000-")
+    assert Path(path).name.startswith("merged-")
     merged, metadata = pq.read_table(path, partitioning=None), pq.read_metadata(path)
     keys = [merged.column(key).to_pylist() for key in TABLES["segments"].sort_by]
     assert list(zip(*keys, strict=True)) == sorted(zip(*keys, strict=True))
@@ -254,20 +254,61 @@ def test_writes_that_never_counted_are_dropped_after_the_grace_period(run: Small
     }
 
 
-def test_rows_of_an_undecided_refusal_are_kept(run: SmallRun):
-    rows = run.write(run.record(1))
-    refusal = run.commit("batch_refused", batch=1, details={"admission": None, "rows": rows})
+@pytest.mark.parametrize("decision", ["approve", "waive"])
+def test_rows_of_an_open_refusal_are_kept(run: SmallRun, decision: str):
+    held = run.write(run.record(1))
+    refusal = run.commit("batch_refused", batch=1, details={"admission": None, "held": held})
     run.close()
     dead_lease(run)
 
-    def dropped(after: timedelta) -> int:
-        reports = maintain(run.lake, after=after, dry_run=True).values()
+    def dropped() -> int:
+        reports = maintain(run.lake, after=timedelta(days=365), dry_run=True).values()
         return sum(report.rows_dropped for report in reports)
 
-    assert dropped(timedelta(days=365)) == 0
-    run.commit("decision_adopted", details={"refusal": refusal})
-    assert dropped(timedelta(days=6)) == 0, "the controller may be about to name them"
-    assert dropped(LATER) == 12
+    assert dropped() == 0
+    run.commit("decision_adopted", details={"refusal": refusal, "decision": decision})
+    assert dropped() == (12 if decision == "approve" else 0)
+    # What a waiver has judged again is named, or refused again.
+    run.commit("batch_refused", batch=1, details={"admission": None, "refusal": refusal})
+    assert dropped() == 12
+
+
+def test_a_batch_of_an_open_refusal_does_not_expire(run: SmallRun):
+    rollouts = run.record(1)
+    details: dict[str, Any] = {"admission": run.admit(1, rollouts)}
+    refusal = run.commit("batch_refused", batch=1, details=details)
+    run.close()
+
+    def expired() -> int:
+        policy = MaintenanceSection(tokens_days=1)
+        return maintain(run.lake, policy, after=LATER, dry_run=True)["segments"].rows_expired
+
+    assert expired() == 0
+    run.commit("decision_adopted", details={"refusal": refusal, "decision": "waive"})
+    assert expired() == 0
+    run.commit("batch_accepted", batch=1, details={**details, "refusal": refusal})
+    assert expired() == 0
+    run.commit("batch_trained", batch=1, details=details)
+    run.publish(1)
+    assert expired() == 4
+
+
+def test_a_decision_waits_for_its_adoption_however_long(run: SmallRun):
+    refusal = run.commit("batch_refused", batch=1, details={"admission": None})
+    row = {"decision": "approve", "refusal": refusal, "admission": None, "rule": None}
+    row |= {"reviewer": "ada", "reason": "seen", "decided_at": datetime.now(UTC)}
+    rows = pa.Table.from_pylist([row, row], schema=TABLES["decisions"].own_schema)
+    options = {"run_id": RUN, "cycle": 0, "lease": 0}
+    first, second = (run.lake.append("decisions", rows, **options) for _ in range(2))
+    run.close()
+    dead_lease(run)
+    maintain(run.lake, after=timedelta(days=365))
+    names = sorted(Path(file).stem for file in run.lake.files("decisions"))
+    assert names == sorted([first, second])
+    details = {"refusal": refusal, "decision": "approve"}
+    again = Lake.open(run.lake.uri).ledger(RUN)
+    again.append("decision_adopted", lease=again.lease, cycle=1, write_ids=[first], details=details)
+    assert run.lake.read("decisions", run_id=RUN).num_rows == 2
 
 
 def test_vacuum_deletes_what_no_version_of_the_grace_period_holds(lake_uri: str):
@@ -313,7 +354,7 @@ def test_two_replacements_of_one_file_cannot_both_be_committed(lake_uri: str):
     theirs.current_files(RUN)
     rows = merged_rows(ours.table, [ours.storage.read(f.path) for f in (first, second)])
     options = {"run_id": RUN, "cycle": 0, "data_change": False}
-    add = ours.write_file(rows, new_write_id(0), **options)
+    add = ours.write_file(rows, new_merged_name(), **options)
     ours.replace_files([first, second], [add], data_change=False)
     with pytest.raises(FilesChanged):
         theirs.replace_files([second, third], [add], data_change=False)

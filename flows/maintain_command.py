@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from flows.cli import JsonOption, LakeOption, _emit, _pick_run, _print_rows, app
+from flows.cli_output import JsonOption, LakeOption, emit, pick_run, print_rows
 
 if TYPE_CHECKING:
     from schemas.config import MaintenanceSection
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from tasks.maintain import TableReport
 
 
-@app.command()
 def maintain(
     lake: LakeOption,
     run_id: Annotated[
@@ -43,7 +42,7 @@ def maintain(
 
     opened = Lake.open(lake)
     runs = opened.run_ids()
-    names = runs if run_id is None else [_pick_run(runs, run_id, lake)]
+    names = runs if run_id is None else [pick_run(runs, run_id, lake)]
     policies = {name: _policy(opened, name, set_ or []) for name in names}
     reports: list[TableReport] = []
     with prefect_api() if prefect else nullcontext():
@@ -51,7 +50,7 @@ def maintain(
             with Console(stderr=True).status(f"Maintaining run {name}"):
                 reports += _maintain(opened, name, policy, dry_run, prefect)
     if as_json:
-        _emit([asdict(report) for report in reports])
+        emit([asdict(report) for report in reports])
         return
     for name, policy in policies.items():
         shown = [asdict(report) for report in reports if report.run_id == name]
@@ -110,9 +109,9 @@ def _print_run(
         f"{key} {'kept for good' if value is None else f'{value:g}'}"
         for key, value in policy.model_dump().items()
     )
-    title = f"Run {run_id}{' (dry run, nothing was changed)' if dry_run else ''}: {kept}"
+    typer.echo(f"Run {run_id}{' (dry run, nothing was changed)' if dry_run else ''}: {kept}")
     rows = [tuple(row.values())[1:] for row in shown]
-    _print_rows([name.replace("_", " ") for name in _COLUMNS], rows, title)
+    print_rows([name.replace("_", " ") for name in _COLUMNS], rows)
 
 
 _COLUMNS = (
@@ -126,3 +125,7 @@ _COLUMNS = (
     "bytes_freed",
     "files_skipped",
 )
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(maintain)

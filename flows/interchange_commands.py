@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from flows.cli import JsonOption, LakeOption, RunOption, _emit, _pick_run, _print_rows, app
+from flows.cli_output import JsonOption, LakeOption, RunOption, emit, pick_run, print_rows
 
 
 class Format(StrEnum):
@@ -33,7 +33,6 @@ class Split(StrEnum):
     heldout = "heldout"
 
 
-@app.command()
 def export(
     lake: LakeOption,
     to: Annotated[Path, typer.Option(help="New file, or new folder for hf.")],
@@ -55,15 +54,14 @@ def export(
         rows = query_rows(opened, query)
     else:
         assert batch is not None
-        rows = batch_rows(opened, _pick_run(opened.run_ids(), run_id, lake), batch)
+        rows = batch_rows(opened, pick_run(opened.run_ids(), run_id, lake), batch)
     written = write_export(rows, format.value, to)
     if as_json:
-        _emit(written)
+        emit(written)
     else:
         typer.echo(f"{written['rows']} rows are at {written['path']} ({written['bytes']} bytes).")
 
 
-@app.command("import")
 def import_(
     path: Annotated[Path, typer.Argument(help="File, or folder of files, that it wrote.")],
     lake: LakeOption,
@@ -89,7 +87,7 @@ def import_(
     options = Options(split.value, dict(_reward(text) for text in rewards or []))
     summary = import_rollouts(lake, path, run_id=run_id, origin=origin.value, options=options)
     if as_json:
-        _emit(summary)
+        emit(summary)
         return
     typer.echo(
         f"{summary['trajectories']} rollouts in {summary['groups']} groups with "
@@ -102,7 +100,7 @@ def import_(
         typer.echo(f"kept in origin_details: {', '.join(summary['kept_in_origin_details'])}")
     for rows in (summary["files_left_out"], summary["not_held"]):
         if rows:
-            _print_rows(list(rows[0]), [tuple(row.values()) for row in rows])
+            print_rows(list(rows[0]), [tuple(row.values()) for row in rows])
 
 
 def _reward(text: str) -> tuple[str, float]:
@@ -114,3 +112,8 @@ def _reward(text: str) -> tuple[str, float]:
     if not name or not math.isfinite(value):
         raise ValueError(f"--reward {text}: give NAME=WEIGHT, such as accuracy_reward=1.0.")
     return name, value
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(export)
+    app.command("import")(import_)
