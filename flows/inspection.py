@@ -6,7 +6,7 @@ answer at once.
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from schemas.config import RunConfig, parse_run_config
 from tasks.decisions import undecided
@@ -156,6 +156,8 @@ def trajectory_tokens(lake: Lake, run_id: str, trajectory_id: str | None) -> dic
         " ORDER BY t.sequence_index, t.position",
         [run_id, trajectory_id],
     ).fetchall()
+    if not tokens:
+        _explain_missing_tokens(lake, run_id, trajectory_id)
     return dict(zip(names, row, strict=True)) | {
         "tokens": [
             {
@@ -171,6 +173,30 @@ def trajectory_tokens(lake: Lake, run_id: str, trajectory_id: str | None) -> dic
             for position, token_id, kind, version, log_mu, log_pi, log_w in tokens
         ]
     }
+
+
+def _explain_missing_tokens(lake: Lake, run_id: str, trajectory_id: str) -> NoReturn:
+    """Raises `ValueError`: the tokens expired by policy, or the lake is not whole."""
+    cycle = lake.read(
+        "trajectories",
+        run_id=run_id,
+        columns=["cycle"],
+        where="trajectory_id = ?",
+        params=[trajectory_id],
+    )
+    for record in lake.read(
+        "maintenance",
+        run_id=run_id,
+        where="action = 'expire' AND table_name = 'segments' AND cycle = ?",
+        params=[cycle.column(0)[0].as_py()],
+    ).to_pylist():
+        raise ValueError(
+            f"The tokens of trajectory {trajectory_id} expired on {record['recorded_at']:%Y-%m-%d} "
+            f"({record['policy']}); `rollhouse sql` still has its row in trajectories."
+        )
+    raise ValueError(
+        f"The lake has no tokens of trajectory {trajectory_id}; restore it from a backup."
+    )
 
 
 def _rounded(value: float | None) -> float | None:

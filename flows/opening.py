@@ -134,7 +134,9 @@ def take_run(run: OpenRun, *, take_over: bool = False) -> None:
 
     Raises `LeaseHeld` if another controller is at work.
     """
-    run.lease = take_lease(run.ledger, take_over=take_over)
+    # Maintenance follows the newest policy, and has no run file to read it from.
+    policy = run.config.maintenance.model_dump(mode="json")
+    run.lease = take_lease(run.ledger, take_over=take_over, details={"maintenance": policy})
     if run.ledger.last("version_published") is None:
         _publish_version_0(run, starting_checkpoint(run.config))
 

@@ -13,11 +13,14 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 from flows.commits import Phases
 from flows.cycle import Cycle
+
+P = TypeVar("P", bound=Any)
 
 PREFECT_HOME = Path("var/prefect")
 STARTUP_TIMEOUT_S = 120.0
@@ -74,18 +77,19 @@ def _await_health(process: subprocess.Popen[bytes]) -> None:
     )
 
 
-def phases_as_tasks() -> Phases:
+def phases_as_tasks(plain: P) -> P:
+    """The same phases, each of whose functions is a Prefect task."""
     from prefect import task
     from prefect.cache_policies import NO_CACHE
 
-    plain = Phases()
-    return Phases(
+    return replace(
+        plain,
         **{
             field.name: task(name=field.name, cache_policy=NO_CACHE, persist_result=False)(
                 getattr(plain, field.name)
             )
-            for field in fields(Phases)
-        }
+            for field in fields(plain)
+        },
     )
 
 
@@ -93,7 +97,7 @@ async def run_as_flow(cycle: Cycle) -> None:
     """One cycle as one run of the flow `cycle`."""
     from prefect import flow
 
-    cycle.phases = phases_as_tasks()
+    cycle.phases = phases_as_tasks(Phases())
 
     @flow(name="cycle", flow_run_name="{run_id}-{number:06d}", persist_result=False)
     async def cycle_flow(run_id: str, number: int) -> None:

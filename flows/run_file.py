@@ -24,11 +24,12 @@ def load_run_file(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{path}: not valid TOML: {error}.") from None
     for override in overrides:
-        _apply(data, override)
+        apply_override(data, override)
     return parse_run_config(data, str(path))
 
 
-def _apply(data: dict[str, Any], override: str) -> None:
+def apply_override(data: dict[str, Any], override: str) -> None:
+    """Sets `section.key=value` in parsed TOML; `ValueError` if it is not written so."""
     key, found, text = override.partition("=")
     parts = key.strip().split(".")
     if not found or not all(parts):

@@ -264,6 +264,25 @@ class EvaluationSection(Section):
     """A rollout passes when its reward is at least this."""
 
 
+Days = Annotated[float | None, Field(gt=0, json_schema_extra=MAY_CHANGE)]
+
+
+class MaintenanceSection(Section):
+    """How long `rollhouse maintain` keeps what takes the most room. Rows expire by whole closed
+    cycles, once each trajectory in them is trained and published, dropped, or held out. A resumed
+    run may have another policy; what is gone stays gone. Every other table is kept for good."""
+
+    routing_days: Days = None
+    """Age at which rows of `routing` expire; kept for good where it is not given."""
+    tokens_days: Days = None
+    """The same for `segments` and `scores`, and with them the views over tokens."""
+    requests_days: Days = None
+    """The same for `requests`."""
+    grace_hours: Annotated[float, Field(ge=1, le=672, json_schema_extra=MAY_CHANGE)] = 168.0
+    """How long writes stay that no ledger row names, and files that no table holds any more: what
+    runs or reads for longer than this may lose files under its feet."""
+
+
 class RunConfig(Section):
     run: RunSection
     policy: PolicySection
@@ -275,6 +294,7 @@ class RunConfig(Section):
     trainer: TrainerSection
     gates: GatesSection = GatesSection()
     evaluation: EvaluationSection = EvaluationSection()
+    maintenance: MaintenanceSection = MaintenanceSection()
 
     @model_validator(mode="after")
     def _coherent(self):
@@ -345,6 +365,15 @@ def parse_run_config(data: Mapping[str, Any], source: str) -> RunConfig:
         return RunConfig.model_validate(data)
     except ValidationError as error:
         raise ValueError("\n".join(_sentence(e, source) for e in error.errors())) from None
+
+
+def parse_maintenance(data: Mapping[str, Any], source: str) -> MaintenanceSection:
+    """A maintenance policy from the keys of its section; `ValueError` as `parse_run_config`."""
+    try:
+        return MaintenanceSection.model_validate(data)
+    except ValidationError as error:
+        faults = [{**e, "loc": ("maintenance", *e["loc"])} for e in error.errors()]
+        raise ValueError("\n".join(_sentence(fault, source) for fault in faults)) from None
 
 
 def _leaves(model: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any, bool]]:

@@ -11,7 +11,7 @@ from typing import Any
 import duckdb
 import pyarrow as pa
 
-from schemas.tables import TABLES
+from schemas.tables import ALWAYS_COUNTED, TABLES
 from schemas.views import view_sources
 from tasks.lake.lake import Lake
 from tasks.lake.reader import Database, quoted
@@ -60,8 +60,8 @@ def _create_table_views(
             " hive_partitioning = true, hive_types = {'run_id': VARCHAR, 'cycle': BIGINT})"
         )
     connection.sql(f"CREATE VIEW {name}_all AS {source}")
-    # A ledger row names the others; the ledger is visible as a whole.
-    where = "" if name == "ledger" else " SEMI JOIN recorded_writes USING (write_id)"
+    # A ledger row names the others; these count as a whole.
+    where = "" if name in ALWAYS_COUNTED else " SEMI JOIN recorded_writes USING (write_id)"
     connection.sql(f"CREATE VIEW {name} AS SELECT * FROM {name}_all{where}")
 
 

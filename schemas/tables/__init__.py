@@ -1,6 +1,13 @@
 """Every table of the lake, by name."""
 
-from schemas.tables.governance import DECISIONS, LEDGER, LEDGER_KINDS, QUARANTINE, VALIDATIONS
+from schemas.tables.governance import (
+    DECISIONS,
+    LEDGER,
+    LEDGER_KINDS,
+    MAINTENANCE,
+    QUARANTINE,
+    VALIDATIONS,
+)
 from schemas.tables.rollouts import (
     KINDS,
     ORIGINS,
@@ -29,11 +36,16 @@ TABLES: dict[str, Table] = {
         VALIDATIONS,
         QUARANTINE,
         DECISIONS,
+        MAINTENANCE,
         LEDGER,
     )
 }
 
+ALWAYS_COUNTED = (MAINTENANCE.name, LEDGER.name)
+"""Tables whose rows count without a ledger row that names them."""
+
 __all__ = [
+    "ALWAYS_COUNTED",
     "KINDS",
     "LEDGER_KINDS",
     "ORIGINS",

@@ -95,6 +95,35 @@ DECISIONS = Table(
     sort_by=("decided_at", "rule"),
 )
 
+MAINTENANCE = Table(
+    name="maintenance",
+    description="What maintenance took out of a table for good, recorded before it goes.",
+    columns=(
+        required(
+            "action",
+            pa.string(),
+            "expire (rows that counted, older than the run's policy) or drop (a write that no "
+            "ledger row named within the grace period).",
+        ),
+        required("table_name", pa.string(), "Table that lost the rows; its partition is `cycle`."),
+        required("policy", pa.string(), "Key of the run file and its value that asked for it."),
+        required("cutoff", TIMESTAMP, "Everything that went is older than this."),
+        required("num_files", pa.int32(), "Files taken out."),
+        required("num_rows", pa.int64(), "Rows in them."),
+        required("num_bytes", pa.int64(), "Their size."),
+        required(
+            "expired_write_ids",
+            pa.list_(pa.string()),
+            "Writes that the rows were of: what the ledger names and the table no longer holds is "
+            "expired if it stands here, else lost.",
+        ),
+        required("recorded_at", TIMESTAMP, "When."),
+    ),
+    sort_by=("table_name", "action", "recorded_at"),
+    dictionary=("action", "table_name", "policy"),
+    checks={"action_known": "action IS NULL OR action IN ('expire', 'drop')"},
+)
+
 LEDGER = Table(
     name="ledger",
     description="The one list of what happened to a run. Only the holder of the lease appends.",

@@ -7,16 +7,20 @@ and leaves naming, encoding, retries and fsync to us. A handle does not advance 
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+from urllib.parse import unquote
 
 import pyarrow as pa
 from deltalake import CommitProperties, DeltaTable, PostCommitHookProperties, Transaction
 from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundError
-from deltalake.transaction import AddAction
+from deltalake.transaction import AddAction, RemoveAction
 
 from schemas.tables import SCHEMA_VERSION, Table
-from tasks.lake.files import new_write_id, partition_dir
+from tasks.lake.files import new_write_id, partition_dir, write_of_file
 from tasks.lake.writer import delta_statistics, file_rows, parquet_bytes
 from tasks.storage import Storage, explain_errors
 
@@ -32,6 +36,31 @@ An append conflicts with no other, so each lost race means that another writer g
 own 15 are used up by four writers on a busy machine. A transaction that was overtaken fails at its
 first conflict whatever this number.
 """
+
+
+@dataclass(frozen=True)
+class TableFile:
+    """A current file, from its add action. `path` is relative to the table's folder.
+
+    `first_key` is the least value of the table's first sort column, None if it is not known.
+    `write_id` is the one write that the file is; None for a merged file.
+    """
+
+    path: str
+    run_id: str
+    cycle: int
+    size_bytes: int
+    num_rows: int
+    first_key: Any
+    write_id: str | None
+
+
+class FilesChanged(Exception):
+    """Another writer has taken out files that were to be replaced; nothing was committed."""
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000
 
 
 def is_delta_table(storage: Storage) -> bool:
@@ -202,18 +231,8 @@ class LakeTable:
                 the write id, its rows stay invisible.
         """
         write_id = new_write_id(lease)
-        path = f"{partition_dir(run_id, cycle)}/{write_id}.parquet"
         typed = file_rows(self.table, rows, write_id)
-        data = parquet_bytes(self.table, typed)
-        self.storage.write(path, data)
-        add = AddAction(
-            path=path,
-            size=len(data),
-            partition_values={"run_id": run_id, "cycle": str(cycle)},
-            modification_time=time.time_ns() // 1_000_000,
-            data_change=True,
-            stats=delta_statistics(typed),
-        )
+        add = self.write_file(typed, write_id, run_id=run_id, cycle=cycle, data_change=True)
         with self._lock:
             if transaction is None:
                 self.update()
@@ -222,6 +241,115 @@ class LakeTable:
             self._make_commits_durable()
             self._own_writes.add(write_id)
         return write_id
+
+    def write_file(
+        self, typed: pa.Table, name: str, *, run_id: str, cycle: int, data_change: bool
+    ) -> AddAction:
+        """Writes rows in a file's form, durable on return; the add action that would commit it."""
+        path = f"{partition_dir(run_id, cycle)}/{name}.parquet"
+        data = parquet_bytes(self.table, typed)
+        self.storage.write(path, data)
+        return AddAction(
+            path=path,
+            size=len(data),
+            partition_values={"run_id": run_id, "cycle": str(cycle)},
+            modification_time=_now_ms(),
+            data_change=data_change,
+            stats=delta_statistics(typed),
+        )
+
+    def current_files(self, run_id: str) -> list[TableFile]:
+        """Every current file of a run, by cycle and then by its first key and path."""
+        with self._lock:
+            self.update()
+            listed = pa.table(self._handle.get_add_actions(flatten=True)).to_pylist()
+        files = [self._table_file(row) for row in listed if row["partition.run_id"] == run_id]
+        return sorted(files, key=lambda f: (f.cycle, f.first_key is not None, f.first_key, f.path))
+
+    def _table_file(self, action: dict[str, Any]) -> TableFile:
+        # The log holds the path once more percent-encoded than the file's own name.
+        path = unquote(action["path"])
+        return TableFile(
+            path=path,
+            run_id=action["partition.run_id"],
+            cycle=int(action["partition.cycle"]),
+            size_bytes=action["size_bytes"],
+            num_rows=action["num_records"],
+            first_key=action.get(f"min.{self.table.sort_by[0]}"),
+            write_id=write_of_file(path),
+        )
+
+    def replace_files(
+        self, removed: Sequence[TableFile], added: Sequence[AddAction] = (), *, data_change: bool
+    ) -> None:
+        """Takes files out of the table and puts others in, in one commit; durable on return.
+
+        delta-rs lets two commits remove the same file, whose rows would then count twice. So each
+        try commits at the very version that the files were looked up in, or not at all.
+
+        Raises:
+            FilesChanged: another writer has taken out some of the files.
+        """
+        now = _now_ms()
+        removals = [
+            RemoveAction(
+                path=file.path,
+                data_change=data_change,
+                deletion_timestamp=now,
+                size=file.size_bytes,
+                partition_values={"run_id": file.run_id, "cycle": str(file.cycle)},
+            )
+            for file in removed
+        ]
+        old = {self.storage.location(file.path) for file in removed}
+        new = {self.storage.location(add.path) for add in added}
+
+        def commit() -> bool:
+            self._handle.update_incremental()
+            current = set(self._handle.file_uris())
+            if new <= current and not old & current:
+                # An answer to a try before was lost, or another writer took out the same.
+                return True
+            if not old <= current:
+                raise FilesChanged(f"files of table {self.table.name} were replaced meanwhile")
+            try:
+                self._write_transaction([*added, *removals], CommitProperties(max_commit_retries=0))
+            except CommitFailedError:
+                return False
+            return True
+
+        with self._lock:
+            self.update()
+            with self._explained("commit to"):
+                while not self.storage.patiently(commit):
+                    pass
+            self.update()
+            self._make_commits_durable()
+
+    def files_at(self, moment: datetime) -> set[str]:
+        """Absolute paths of the files that the table had at a moment; of its first version if it
+        is younger."""
+        with self._explained("read"):
+            past = self.storage.patiently(
+                lambda: DeltaTable(self.storage.uri, storage_options=self.storage.options())
+            )
+            self.storage.patiently(lambda: past.load_as_version(moment))
+            return set(past.file_uris())
+
+    def _write_transaction(
+        self, actions: list[AddAction | RemoveAction], properties: CommitProperties
+    ) -> None:
+        self._handle.create_write_transaction(
+            actions,
+            mode="append",
+            schema=self.table.schema,
+            partition_by=list(self.table.partition_by),
+            commit_properties=properties,
+            # Looking for expired log entries lists the whole log, which a commit need not do.
+            post_commithook_properties=PostCommitHookProperties(
+                cleanup_expired_logs=(self._handle.version() + 1) % CHECKPOINT_INTERVAL == 0
+            ),
+        )
 
     def _commit(self, add: AddAction, transaction: Transaction | None) -> None:
         known = None if transaction is None else self.transaction_version(transaction.app_id)
@@ -237,18 +365,11 @@ class LakeTable:
                 if transaction and self.transaction_version(transaction.app_id) != known:
                     raise CommitFailedError(f"{transaction.app_id} has moved on")
             is_repeated = True
-            self._handle.create_write_transaction(
+            self._write_transaction(
                 [add],
-                mode="append",
-                schema=self.table.schema,
-                partition_by=list(self.table.partition_by),
-                commit_properties=CommitProperties(
+                CommitProperties(
                     max_commit_retries=MAX_COMMIT_RETRIES,
                     app_transactions=None if transaction is None else [transaction],
-                ),
-                # Looking for expired log entries lists the whole log, which a commit need not do.
-                post_commithook_properties=PostCommitHookProperties(
-                    cleanup_expired_logs=(self._handle.version() + 1) % CHECKPOINT_INTERVAL == 0
                 ),
             )
 

@@ -12,7 +12,7 @@ from typing import Literal
 
 import pyarrow as pa
 
-from schemas.tables import TABLES
+from schemas.tables import ALWAYS_COUNTED, TABLES
 from tasks.lake.delta import LakeTable, create_delta_table, is_delta_table
 from tasks.lake.ledger import Ledger
 from tasks.lake.reader import Database, check_rows
@@ -69,7 +69,7 @@ class Lake:
             StorageError: a disk or object store refused; nothing became visible.
         """
         assert table != "ledger", "the ledger is written through `Ledger.append`"
-        target = self._table(table)
+        target = self.table(table)
         check_rows(self._database.connection, target.table, rows)
         return target.append(rows, run_id=run_id, cycle=cycle, lease=lease)
 
@@ -85,7 +85,7 @@ class Lake:
 
         `predicate` is a Delta SQL expression over scalar columns that prunes files by statistics.
         """
-        return self._table(table).files(run_id=run_id, cycle=cycle, predicate=predicate)
+        return self.table(table).files(run_id=run_id, cycle=cycle, predicate=predicate)
 
     def read(
         self,
@@ -108,9 +108,9 @@ class Lake:
         Raises:
             ValueError: table or column unknown.
         """
-        target = self._table(table)
+        target = self.table(table)
         wanted: Collection[str] | None
-        if write_ids == "all" or table == "ledger":
+        if write_ids == "all" or (write_ids is None and table in ALWAYS_COUNTED):
             wanted = None
         elif write_ids is None:
             wanted = self.ledger(run_id).visible_write_ids
@@ -151,7 +151,12 @@ class Lake:
     def _holds_write(self, run_id: str, write_id: str) -> bool:
         return any(table.holds_write(write_id, run_id) for table in self._tables.values())
 
-    def _table(self, name: str) -> LakeTable:
+    def table(self, name: str) -> LakeTable:
+        """A table as files and commits, for maintenance.
+
+        Raises:
+            ValueError: the lake has no such table.
+        """
         if name not in self._tables:
             raise ValueError(f"The lake has no table {name}; it has {', '.join(self._tables)}.")
         return self._tables[name]

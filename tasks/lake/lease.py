@@ -7,9 +7,11 @@ machine; from another machine, a controller waits until the lease has expired.
 
 import os
 import socket
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from tasks.lake.ledger import Entry, LeaseLost, Ledger
 
@@ -48,11 +50,13 @@ class Process:
             start_ticks=start_ticks,
         )
 
+    def shares_processes(self, observer: "Process") -> bool:
+        """Whether the observer can look the process up."""
+        return (self.boot_id, self.pid_namespace) == (observer.boot_id, observer.pid_namespace)
+
     def is_known_dead(self, observer: "Process") -> bool:
         """True only where the observer shares the process table and the process is not in it."""
-        if (self.boot_id, self.pid_namespace) != (observer.boot_id, observer.pid_namespace):
-            return False
-        return _start_ticks(self.pid) != self.start_ticks
+        return self.shares_processes(observer) and _start_ticks(self.pid) != self.start_ticks
 
 
 def _start_ticks(pid: int) -> int | None:
@@ -66,8 +70,16 @@ def _start_ticks(pid: int) -> int | None:
     return None if state in "ZX" else int(rest[18])
 
 
-def take_lease(ledger: Ledger, *, take_over: bool = False, ttl_s: float = LEASE_TTL_S) -> int:
+def take_lease(
+    ledger: Ledger,
+    *,
+    take_over: bool = False,
+    ttl_s: float = LEASE_TTL_S,
+    details: Mapping[str, Any] | None = None,
+) -> int:
     """Takes the run's lease and returns its id, the seq of its `lease_taken` row.
+
+    `details` are kept in that row beside the holder's own.
 
     Allowed if nobody holds it, the holder is this process or known to be dead, or its last ledger
     row is older than its time to live; `take_over` takes it from a living holder as well, whose
@@ -87,7 +99,7 @@ def take_lease(ledger: Ledger, *, take_over: bool = False, ttl_s: float = LEASE_
             taken = ledger.append(
                 "lease_taken",
                 lease=len(ledger.entries),
-                details={**asdict(own), "ttl_s": ttl_s},
+                details={**(details or {}), **asdict(own), "ttl_s": ttl_s},
             )
         except LeaseLost:
             # Another row came first: the holder is alive after all, or somebody else took it.
@@ -112,9 +124,25 @@ def _silent_s(ledger: Ledger) -> float:
     return (datetime.now(UTC) - ledger.entries[-1].committed_at).total_seconds()
 
 
+def holder_may_write(ledger: Ledger) -> bool:
+    """Whether whoever holds the newest lease may still name what was written under it: it runs on
+    this machine, however silent, or its lease has not expired."""
+    holder = ledger.last("lease_taken")
+    if holder is None:
+        return False
+    observer, process = Process.current(), _process(holder)
+    if process.shares_processes(observer):
+        return not process.is_known_dead(observer)
+    return _silent_s(ledger) <= holder.details["ttl_s"]
+
+
+def _process(holder: Entry) -> Process:
+    return Process(**{field.name: holder.details[field.name] for field in fields(Process)})
+
+
 def _refuse_if_held(ledger: Ledger, holder: Entry, own: Process) -> None:
     ttl_s = holder.details["ttl_s"]
-    process = Process(**{name: holder.details[name] for name in asdict(own)})
+    process = _process(holder)
     silent_s = _silent_s(ledger)
     if process == own or process.is_known_dead(own) or silent_s > ttl_s:
         return

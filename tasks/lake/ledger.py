@@ -145,7 +145,9 @@ class Ledger:
             seq = len(self.entries)
             self._check_turn(kind, lease, seq)
             for write_id in write_ids:
-                assert self._holds_write(write_id), f"{kind} names {write_id}, which is not written"
+                # Only writes that are named are ever merged, and lose the file of their name.
+                held = write_id in self.visible_write_ids or self._holds_write(write_id)
+                assert held, f"{kind} names {write_id}, which is not written"
             entry = Entry(
                 seq=seq,
                 kind=kind,

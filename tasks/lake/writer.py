@@ -6,7 +6,7 @@ writer is slower and cannot encode the elements of a list apart from other colum
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -19,6 +19,9 @@ from schemas.tables import Table
 
 MAX_STRING_STATISTIC_BYTES = 64
 """Longer minima and maxima are left out: a truncated maximum would have to be rounded up."""
+
+ROW_GROUP_BYTES = 64 * 2**20
+"""Rows in memory to a row group: what a reader of one trajectory has to open of a large file."""
 
 
 VALUES_PER_BATCH = 1 << 20
@@ -44,16 +47,39 @@ def file_rows(table: Table, rows: pa.Table, write_id: str) -> pa.Table:
         typed = rows.select(own.names).cast(own)
     except pa.ArrowInvalid as error:
         raise ValueError(f"Rows for table {table.name} do not fit its types: {error}") from error
-    keys = [(key, "ascending") for key in table.sort_by]
-    order = pc.call_function("sort_indices", [typed], pc.SortOptions(sort_keys=keys)).to_numpy()
-    if not np.array_equal(order, np.arange(len(order))):
-        typed = typed.take(order)
     ids = pa.repeat(pa.scalar(write_id, pa.string()), typed.num_rows)
-    return typed.append_column("write_id", ids).select(table.file_schema.names)
+    return _sorted(table, typed.append_column("write_id", ids).select(table.file_schema.names))
+
+
+def merged_rows(table: Table, files: Iterable[bytes]) -> pa.Table:
+    """The rows of several Parquet files as one file holds them: today's columns, sorted again.
+
+    A column that a file is too old to have is NULL. Rows keep the write they came by, and rows of
+    one write their order.
+    """
+    parts = []
+    for data in files:
+        part = pq.ParquetFile(pa.BufferReader(data)).read()
+        for field in table.file_schema:
+            if field.name not in part.column_names:
+                nulls = pa.nulls(part.num_rows, field.type)
+                part = part.append_column(field, nulls)
+        assert part.num_columns == len(table.file_schema), f"{table.name} has an unknown column"
+        parts.append(part.select(table.file_schema.names).cast(table.file_schema))
+    return _sorted(table, pa.concat_tables(parts), "write_id")
+
+
+def _sorted(table: Table, rows: pa.Table, *also: str) -> pa.Table:
+    """By the table's key, then `also`; Arrow's sort is stable."""
+    keys = [(key, "ascending") for key in (*table.sort_by, *also)]
+    order = pc.call_function("sort_indices", [rows], pc.SortOptions(sort_keys=keys)).to_numpy()
+    if np.array_equal(order, np.arange(len(order))):
+        return rows
+    return rows.take(order)
 
 
 def parquet_bytes(table: Table, rows: pa.Table) -> memoryview:
-    """The rows of `file_rows` as a Parquet file."""
+    """The rows of `file_rows` or `merged_rows` as a Parquet file."""
     options: dict[str, Any] = {
         "compression": "zstd",
         "compression_level": 1,
@@ -63,6 +89,7 @@ def parquet_bytes(table: Table, rows: pa.Table) -> memoryview:
         "store_schema": False,
         # Pages end at batches: long ones compress better, and lists cost less in few.
         "write_batch_size": VALUES_PER_BATCH,
+        "row_group_size": max(1, rows.num_rows * ROW_GROUP_BYTES // max(1, rows.nbytes)),
     }
     bare = rows.cast(pa.schema([_as_stored(rows, field) for field in rows.schema]))
     file = pa.BufferOutputStream()

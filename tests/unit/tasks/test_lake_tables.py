@@ -59,11 +59,12 @@ def value(kind: pa.DataType, index: int) -> Any:
 
 
 ALLOWED = {
-    "origin": "verl",
     "kind": "action",
     "status": "completed",
     "split": "train",
     "drift": "clean",
+    "action": "drop",
+    "origin": "verl",
 }
 
 
