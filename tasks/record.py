@@ -127,13 +127,12 @@ def record_rollouts(
     write_ids = [append("validations", judgement.validations())]
     quarantined = quarantine_of(window.trajectories, judgement.faults)
     if judgement.ok:
-        write_ids += [
-            append("trajectories", window.trajectories),
-            append("segments", window.segments),
-            append("requests", window.requests),
-        ]
-        if window.routing.num_rows:
-            write_ids.append(append("routing", window.routing))
+        write_ids.append(append("trajectories", window.trajectories))
+        # Where every rollout failed there is no token. A write that counts has rows.
+        for name in ("segments", "requests", "routing"):
+            rows = getattr(window, name)
+            if rows.num_rows:
+                write_ids.append(append(name, rows))
         if quarantined:
             write_ids.append(append("quarantine", _table("quarantine", quarantined)))
     ids = tuple(window.trajectories.column("trajectory_id").to_pylist())
