@@ -284,7 +284,7 @@ def doctor(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check this machine: packages, processors, disk, clock and Prefect. Or, with --lake, a lake."""
+    """Check this machine: packages, processors, disk, clock and Prefect; or a lake."""
     from flows.doctor import checks, lake_checks
 
     found = checks() if lake is None else lake_checks(lake, run_id, store)

@@ -65,9 +65,7 @@ def run_status(lake: Lake, run_id: str) -> dict[str, Any]:
     }
 
 
-def connection_for(
-    lake: Lake, run_id: str | None, as_of: int | None
-) -> duckdb.DuckDBPyConnection:
+def connection_for(lake: Lake, run_id: str | None, as_of: int | None) -> duckdb.DuckDBPyConnection:
     """The lake as it is now, or a run of it as of a ledger row.
 
     Raises `ValueError` for a run without a row to go back to, or a row that is not there.

@@ -42,7 +42,7 @@ def connect_as_of(lake: Lake, run_id: str, seq: int) -> duckdb.DuckDBPyConnectio
     if not 0 <= seq < len(entries):
         raise ValueError(
             f"The ledger of run {run_id} has rows 0 to {len(entries) - 1}, not {seq}; "
-            "`rollhouse sql \"SELECT seq, kind, committed_at FROM ledger\"` lists them."
+            '`rollhouse sql "SELECT seq, kind, committed_at FROM ledger"` lists them.'
         )
     visible = {write_id for entry in entries[: seq + 1] for write_id in entry.write_ids}
     files = {name: lake.files(name, run_id=run_id) for name in TABLES}

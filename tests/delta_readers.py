@@ -1,13 +1,19 @@
 """Delta readers that know nothing of Rollhouse, each giving a table's rows as Arrow."""
 
+import math
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import duckdb
 import polars
 import pyarrow as pa
 from deltalake import DeltaTable, QueryBuilder
 
+from schemas.tables import TABLES
+from tasks.lake import Lake
 from tasks.lake.reader import create_secret, load_httpfs
+from tasks.query import connect
 from tasks.storage import open_storage
 
 
@@ -58,3 +64,36 @@ READERS = {
     "DataFusion": data_fusion,
     "delta_scan": delta_scan,
 }
+
+
+def comparable(value: Any) -> Any:
+    """Equal for equal values: NaN is one, an entry of a map is a pair, a moment is in UTC."""
+    match value:
+        case float() if math.isnan(value):
+            return "NaN"
+        case datetime():
+            return value.astimezone(UTC).isoformat()
+        case {"key": key, "value": item}:
+            return [key, comparable(item)]
+        case dict():
+            return {name: comparable(item) for name, item in value.items()}
+        case list() | tuple():
+            return [comparable(item) for item in value]
+    return value
+
+
+def sorted_rows(rows: pa.Table) -> list[dict[str, Any]]:
+    names = sorted(rows.column_names)
+    found = [{name: comparable(row[name]) for name in names} for row in rows.to_pylist()]
+    return sorted(found, key=repr)
+
+
+def assert_agree(uri: str, reader: str) -> None:
+    """Whether a reader gives the rows of `rollhouse sql`, in every table."""
+    connection = connect(Lake.open(uri))
+    for table in TABLES:
+        expected = sorted_rows(connection.sql(f"FROM {table}_all").to_arrow_table())
+        found = sorted_rows(READERS[reader](uri, table))
+        assert len(found) == len(expected), table
+        for ours, theirs in zip(expected, found, strict=True):
+            assert ours == theirs, table

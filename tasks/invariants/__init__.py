@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tasks.invariants import batches, ledger, store, tables
-from tasks.invariants.finding import Finding, Invariant
-from tasks.invariants.snapshot import Snapshot, expired_writes, read_snapshot
+from tasks.invariants.finding import Finding
+from tasks.invariants.snapshot import expired_writes, read_snapshot
 from tasks.lake.lake import Lake
 
-__all__ = ["Finding", "Invariant", "Snapshot", "check_lake", "expired_writes", "read_snapshot", "run_ids"]
+__all__ = ["Finding", "check_lake", "expired_writes", "run_ids"]
 
 INVARIANTS = (
     *tables.INVARIANTS,

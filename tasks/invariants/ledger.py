@@ -129,8 +129,8 @@ class _Course:
 
 
 def order_faults(snapshot: Snapshot) -> Iterator[str]:
-    """admitted, then accepted or refused, then trained, then published; batches and versions without
-    gaps; a cycle opened before it is closed."""
+    """admitted, accepted or refused, trained, published; batches and versions without gaps; a cycle
+    opened before it is closed."""
     course = _Course()
     for entry in snapshot.entries:
         if fault := course.take(entry):

@@ -81,9 +81,7 @@ class Snapshot:
 def read_snapshot(lake: Lake, run_id: str) -> Snapshot:
     """Reads the ledger first, so that what its rows name must be found in the other tables."""
     logs = {"ledger": TableLog(lake.storage.child("ledger"))}
-    logs |= {
-        name: TableLog(lake.storage.child(name)) for name in lake.tables if name != "ledger"
-    }
+    logs |= {name: TableLog(lake.storage.child(name)) for name in lake.tables if name != "ledger"}
     files: dict[str, list[str]] = {}
     unreadable: list[str] = []
     num_files = 0

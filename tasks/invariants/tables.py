@@ -77,9 +77,7 @@ def _same_type(one: pa.DataType, other: pa.DataType) -> bool:
         return False
     inner = [(one.field(i), other.field(i)) for i in range(one.num_fields)]
     is_struct = pa.types.is_struct(one)
-    return all(
-        _same_type(a.type, b.type) and (a.name == b.name or not is_struct) for a, b in inner
-    )
+    return all(_same_type(a.type, b.type) and (a.name == b.name or not is_struct) for a, b in inner)
 
 
 def write_id_faults(snapshot: Snapshot) -> Iterator[str]:

@@ -51,4 +51,6 @@ def _migrate(handle: DeltaTable, table: Table) -> None:
         if present is not None:
             handle.alter.drop_constraint(name)
         handle.alter.add_constraint({name: expression})
-    handle.alter.set_table_properties({SCHEMA_VERSION_KEY: str(SCHEMA_VERSION)})
+    # Its check for properties that exist knows Delta's own and no others.
+    version = {SCHEMA_VERSION_KEY: str(SCHEMA_VERSION)}
+    handle.alter.set_table_properties(version, raise_if_not_exists=False)
