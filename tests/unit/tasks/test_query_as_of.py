@@ -17,11 +17,9 @@ RUN = "r"
 
 
 def everything(connection) -> dict[str, Any]:
+    query = f"FROM {{}} WHERE run_id = '{RUN}'"
     names = [*TABLES, *view_sources()]
-    return {
-        name: sorted(connection.sql(f"SELECT * FROM {name} WHERE run_id = '{RUN}'").fetchall(), key=repr)
-        for name in names
-    }  # fmt: skip
+    return {n: sorted(connection.sql(query.format(n)).fetchall(), key=repr) for n in names}
 
 
 def record(lake: Lake, run_id: str, first_group: int, *, named: bool = True) -> None:
