@@ -11,7 +11,7 @@ ROUTING_VENV := .venv-vllm-routing
 ROUTING_STAMP := $(ROUTING_VENV)/installed
 
 .PHONY: install vllm cycle cycle-vllm recompute seeds test unit faults integration test-routing \
-	bench-rollout check format docs clean
+	bench-rollout bench-lake check format docs clean
 
 install: $(STAMP)
 
@@ -76,6 +76,10 @@ $(ROUTING_STAMP): infra/vllm/constraints-routing.txt
 # What recording costs, against the same requests over bare HTTP; about seven minutes.
 bench-rollout: vllm
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m tests.benchmarks.rollout_overhead
+
+# What the lake costs, against Parquet, JSON Lines and SQL without it.
+bench-lake: install
+	$(BIN)/python -m tests.benchmarks.lake
 
 check: install
 	$(BIN)/ruff check .

@@ -9,8 +9,6 @@ from flows.opening import OpenRun, Report, published_dir
 from tasks.engines.fleet import Fleet
 from tasks.engines.probe import ProbeResult, probe
 from tasks.engines.protocol import Attestation, EngineLost, EngineTimeout, RolloutEngine
-from tasks.environments import make_environment
-from tasks.renderers import Renderer
 from tasks.rollout import RolloutContext
 
 RETRY_S = 1.0
@@ -24,18 +22,8 @@ class EngineRefused(RuntimeError):
 async def attach(run: OpenRun, fleet: Fleet) -> RolloutContext:
     """Attaches every engine of a new fleet; raises `EngineRefused`, `EngineLost` or `ValueError` if
     one cannot be, since a run should not begin with fewer engines than it was given."""
-    renderer = Renderer(published_dir(run, 0)[0])
-    first = run.ledger.last("version_published", version=0)
-    assert first is not None
-    for name in ("tokenizer_sha256", "chat_template_sha256"):
-        if getattr(renderer, name) != first.details[name]:
-            raise ValueError(
-                f"The tokenizer in {published_dir(run, 0)[0]} is not the one run {run.run_id} "
-                "began with; restore the folder."
-            )
-    environment = make_environment(run.config.environment.name, run.config.environment.options)
+    context = RolloutContext(fleet, run.environment, run.renderer, run.config.run.seed)
     await asyncio.gather(*(member.connect() for member in fleet.members))
-    context = RolloutContext(fleet, environment, renderer, run.config.run.seed)
     for member in fleet.members:
         await _attach_one(run, context, member)
     return context

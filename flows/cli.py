@@ -4,17 +4,17 @@ Everything heavy is imported inside the command that needs it, so that `--help` 
 Exit code 2 is bad input, 1 a run that failed or was refused; either comes with one sentence.
 """
 
-import json
-import math
 import os
 import sys
 import traceback
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
-from rich.table import Table
+
+from flows import data_docs_command, decision_commands, interchange_commands
+from flows.cli_output import JsonOption, LakeOption, RunOption, emit, pick_run, print_rows
 
 app = typer.Typer(
     help="Rollouts, token by token, in a lake that online RL can be trained and audited from.",
@@ -23,58 +23,6 @@ app = typer.Typer(
     add_completion=False,
 )
 weights = typer.Typer(help="Published weight versions.", no_args_is_help=True)
-app.add_typer(weights, name="weights")
-
-LakeOption = Annotated[
-    str, typer.Option("--lake", envvar="ROLLHOUSE_LAKE", help="Directory of the lake.")
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")]
-RunOption = Annotated[
-    str | None, typer.Option("--run", help="Run id; needed where the lake has several.")
-]
-
-
-def _emit(document: Any) -> None:
-    typer.echo(json.dumps(_without_infinities(document), default=str, allow_nan=False))
-
-
-def _without_infinities(value: Any) -> Any:
-    """JSON has no NaN and no infinity; they become null."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _without_infinities(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_infinities(item) for item in value]
-    return value
-
-
-def _print_rows(names: list[str], rows: list[tuple[Any, ...]], title: str | None = None) -> None:
-    table = Table(*names, title=title, title_justify="left")
-    for row in rows:
-        table.add_row(*("" if value is None else str(value) for value in row))
-    # A pipe has no width: rows stay on one line each.
-    console = Console(width=None if sys.stdout.isatty() else 10_000)
-    console.print(table, markup=False)
-
-
-def _print_records(records: list[dict[str, Any]], as_json: bool) -> None:
-    """Rows with the same keys, as JSON or as a table."""
-    if as_json:
-        _emit(records)
-    else:
-        _print_rows(list(records[0]) if records else [], [tuple(row.values()) for row in records])
-
-
-def _pick_run(run_ids: list[str], run_id: str | None, lake: str) -> str:
-    if run_id is not None and run_id not in run_ids:
-        raise ValueError(f"The lake at {lake} has no run {run_id}; it has {', '.join(run_ids)}.")
-    if run_id is None and len(run_ids) != 1:
-        raise ValueError(
-            f"The lake at {lake} has {len(run_ids)} runs ({', '.join(run_ids)}); pick one with "
-            "--run."
-        )
-    return run_id or run_ids[0]
 
 
 @app.command()
@@ -120,7 +68,7 @@ def run(
         )
     summary = summarise(finished)
     if as_json:
-        _emit(summary)
+        emit(summary)
     else:
         print_summary(console, summary)
 
@@ -142,10 +90,10 @@ def sql(
     from tasks.query import run_query
 
     opened = Lake.open(lake)
-    run_id = _pick_run(opened.run_ids(), run_id, lake) if as_of is not None else run_id
+    run_id = pick_run(opened.run_ids(), run_id, lake) if as_of is not None else run_id
     names, rows = run_query(connection_for(opened, run_id, as_of), query)
     if as_json:
-        _emit([dict(zip(names, row, strict=True)) for row in rows])
+        emit([dict(zip(names, row, strict=True)) for row in rows])
     elif as_csv:
         import csv
 
@@ -153,7 +101,7 @@ def sql(
         writer.writerow(names)
         writer.writerows(rows)
     else:
-        _print_rows(names, rows)
+        print_rows(names, rows)
 
 
 @app.command()
@@ -165,9 +113,9 @@ def views(as_json: JsonOption = False) -> None:
     listed = [(name, "table", table.description) for name, table in TABLES.items()]
     listed += [(name, "view", view_title(text)) for name, text in view_sources().items()]
     if as_json:
-        _emit([dict(zip(("name", "kind", "description"), row, strict=True)) for row in listed])
+        emit([dict(zip(("name", "kind", "description"), row, strict=True)) for row in listed])
     else:
-        _print_rows(["name", "kind", "description"], listed)
+        print_rows(["name", "kind", "description"], listed)
 
 
 @app.command()
@@ -187,13 +135,17 @@ def describe(
     if history:
         from flows.inspection import history_of
 
-        _print_records(history_of(lake, table), as_json)
+        rows = history_of(lake, table)
+        if as_json:
+            emit(rows)
+        else:
+            print_rows(list(rows[0]), [tuple(row.values()) for row in rows])
         return
     columns = list(describe_columns(table))
     if as_json:
-        _emit([dict(zip(("column", "type", "description"), row, strict=True)) for row in columns])
+        emit([dict(zip(("column", "type", "description"), row, strict=True)) for row in columns])
     else:
-        _print_rows(["column", "type", "description"], columns)
+        print_rows(["column", "type", "description"], columns)
 
 
 @app.command()
@@ -210,14 +162,18 @@ def trajectory(
     from tasks.lake.lake import Lake
 
     opened = Lake.open(lake)
-    found = trajectory_tokens(opened, _pick_run(opened.run_ids(), run_id, lake), trajectory_id)
+    found = trajectory_tokens(opened, pick_run(opened.run_ids(), run_id, lake), trajectory_id)
     if as_json:
-        _emit(found)
+        emit(found)
         return
     # Quoted, so that a space is seen and a newline keeps its line.
-    tokens = [token | {"text": repr(token["text"])} for token in found.pop("tokens")]
-    _print_rows(list(found), [tuple(found.values())])
-    _print_rows(list(tokens[0]), [tuple(token.values()) for token in tokens])
+    tokens = [
+        token if token["text"] is None else token | {"text": repr(token["text"])}
+        for token in found.pop("tokens")
+    ]
+    print_rows(list(found), [tuple(found.values())])
+    if tokens:
+        print_rows(list(tokens[0]), [tuple(token.values()) for token in tokens])
 
 
 @app.command()
@@ -229,9 +185,9 @@ def status(lake: LakeOption, as_json: JsonOption = False) -> None:
     opened = Lake.open(lake)
     rows = [run_status(opened, name) for name in opened.run_ids()]
     if as_json:
-        _emit(rows)
+        emit(rows)
     elif rows:
-        _print_rows(list(rows[0]), [tuple(row.values()) for row in rows])
+        print_rows(list(rows[0]), [tuple(row.values()) for row in rows])
     else:
         typer.echo("The lake has no run yet; `rollhouse run RUN.toml` makes one.")
 
@@ -243,11 +199,11 @@ def weights_list(lake: LakeOption, run_id: RunOption = None, as_json: JsonOption
     from tasks.lake.lake import Lake
 
     opened = Lake.open(lake)
-    rows = publications(opened, _pick_run(opened.run_ids(), run_id, lake))
+    rows = publications(opened, pick_run(opened.run_ids(), run_id, lake))
     if as_json:
-        _emit(rows)
+        emit(rows)
     else:
-        _print_rows(list(rows[0]) if rows else [], [tuple(row.values()) for row in rows])
+        print_rows(list(rows[0]) if rows else [], [tuple(row.values()) for row in rows])
 
 
 @weights.command("export")
@@ -263,9 +219,9 @@ def weights_export(
     from tasks.lake.lake import Lake
 
     opened = Lake.open(lake)
-    document = export_version(opened, _pick_run(opened.run_ids(), run_id, lake), version, to)
+    document = export_version(opened, pick_run(opened.run_ids(), run_id, lake), version, to)
     if as_json:
-        _emit(document)
+        emit(document)
     else:
         typer.echo(
             f"Version {version} is at {document['path']} (root hash {document['root_hash']})."
@@ -289,12 +245,17 @@ def doctor(
 
     found = checks() if lake is None else lake_checks(lake, run_id, store)
     if as_json:
-        _emit(found)
+        emit(found)
     else:
         shown = [name for name in found[0] if name != "faults"]
-        _print_rows(shown, [tuple(check[name] for name in shown) for check in found])
+        print_rows(shown, [tuple(check[name] for name in shown) for check in found])
     if not all(check["ok"] for check in found):
         raise typer.Exit(1)
+
+
+for commands in (decision_commands, data_docs_command, interchange_commands):
+    commands.register(app)
+app.add_typer(weights, name="weights")
 
 
 def main() -> None:

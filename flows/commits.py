@@ -1,4 +1,4 @@
-"""The cycle's ledger rows: what each is made of, and the refusals that stop a cycle.
+"""The cycle's ledger rows: what each is made of.
 
 Each function writes the rows it will name, then commits one ledger row; so whatever kills the
 controller, the ledger says where it stood.
@@ -12,17 +12,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from flows.opening import OpenRun
-from tasks.lake.batches import Batch, read_batch, trajectories_hash, write_batch
+from flows.refusals import refuse_batch
+from tasks.history import read_history
+from tasks.lake.batches import read_batch, trajectories_hash, write_batch
 from tasks.lake.ledger import Entry
 from tasks.publish import publication_row, publish_version, relative_uri
 from tasks.record import Recorded, quarantine_rows, record_rollouts
 from tasks.train import judge_scores, write_ids_of
 from tasks.validate import Judgement
 from tasks.weights.anchors import Publication
-
-
-class BatchRefused(RuntimeError):
-    """A gate refused what would have been trained. Nothing was trained on it."""
 
 
 @dataclass(frozen=True)
@@ -33,23 +31,6 @@ class Phases:
     admit: Callable[..., str] = write_batch
     judge: Callable[..., Judgement] = judge_scores
     publish: Callable[..., Publication] = publish_version
-
-
-def refuse_window(run: OpenRun, recorded: Recorded, batch: int) -> BatchRefused:
-    """Commits gate 1's refusal of a window, whose rows stay unnamed, and returns what to raise."""
-    run.commit(
-        "batch_refused",
-        batch=batch,
-        write_ids=recorded.write_ids,
-        num_trajectories=len(recorded.trajectory_ids),
-        trajectories_hash=trajectories_hash(recorded.trajectory_ids),
-        details={"admission": None, "gate": 1, "reason": recorded.judgement.reason},
-    )
-    return BatchRefused(
-        f"Gate 1 refused {len(recorded.trajectory_ids)} trajectories meant for batch {batch}: "
-        f"{recorded.judgement.reason}. Nothing was trained on them; mend the cause and run again "
-        "to sample them anew."
-    )
 
 
 def group_members(run: OpenRun, groups: Sequence[int]) -> list[dict[str, Any]]:
@@ -99,51 +80,32 @@ def admit_batch(run: OpenRun, phases: Phases, batch: int, groups: Sequence[int])
     assert entry.seq == admission, "only the lease holder appends"
 
 
-def judge_batch(run: OpenRun, phases: Phases, admitted: Entry, scores: pa.Table) -> None:
-    """Puts scores through gate 2 and commits its word. Raises `BatchRefused`."""
+def judge_batch(run: OpenRun, phases: Phases, admitted: Entry, scores: pa.Table) -> Judgement:
+    """Puts scores through gate 2, commits its word and returns it. Raises `BatchRefused`."""
     batch = read_batch(run.lake, run.run_id, admitted.seq)
-    judgement = phases.judge(
-        batch.segments, scores, run.config, batch=batch.batch, admission=admitted.seq
-    )
+    history = read_history(run.lake, run.run_id, run.config.gates.drift_batches)
+    judgement = phases.judge(batch, scores, run.config, history)
     write_ids = (*write_ids_of(scores), run.append("validations", judgement.validations()))
     if not judgement.ok:
-        raise _refuse_batch(run, batch, admitted, judgement, write_ids)
+        raise refuse_batch(run, batch, admitted, judgement, write_ids)
+    accept_batch(run, admitted, write_ids)
+    return judgement
+
+
+def accept_batch(
+    run: OpenRun,
+    admitted: Entry,
+    write_ids: tuple[str, ...],
+    details: dict[str, Any] | None = None,
+) -> None:
+    """Commits `batch_accepted`: the trainer may start its backward passes."""
     run.commit(
         "batch_accepted",
         batch=admitted.batch,
         write_ids=write_ids,
         num_trajectories=admitted.num_trajectories,
         trajectories_hash=admitted.trajectories_hash,
-        details={"admission": admitted.seq},
-    )
-
-
-def _refuse_batch(
-    run: OpenRun,
-    batch: Batch,
-    admitted: Entry,
-    judgement: Judgement,
-    write_ids: tuple[str, ...],
-) -> BatchRefused:
-    refused = quarantine_rows(
-        batch.trajectories.select(["trajectory_id", "group_id"]).to_pylist(),
-        rule="refused",
-        action="refuse",
-        reason=judgement.reason,
-    )
-    run.commit(
-        "batch_refused",
-        batch=admitted.batch,
-        write_ids=(*write_ids, run.append("quarantine", refused)),
-        num_trajectories=admitted.num_trajectories,
-        trajectories_hash=admitted.trajectories_hash,
-        details={"admission": admitted.seq, "gate": 2, "reason": judgement.reason},
-    )
-    first, last = refused[0]["trajectory_id"], refused[-1]["trajectory_id"]
-    return BatchRefused(
-        f"Gate 2 refused batch {admitted.batch} ({len(refused)} trajectories, {first} to {last}): "
-        f"{judgement.reason}. Nothing was trained on it; mend the cause and run again to sample "
-        "other groups."
+        details={"admission": admitted.seq, **(details or {})},
     )
 
 

@@ -19,10 +19,10 @@ from flows.commits import (
     group_members,
     judge_batch,
     publish_trained,
-    refuse_window,
 )
 from flows.evaluation import evaluate
 from flows.opening import OpenRun, Report, holding_lease
+from flows.refusals import refuse_window
 from flows.windows import commit_window, gate1_limits
 from tasks.admit import may_start, select_groups
 from tasks.lake.lease import renew_if_due
@@ -32,6 +32,7 @@ from tasks.record import Window, quarantine_rows
 from tasks.rollout import Rollout, RolloutContext, sample_group
 from tasks.seeds import derive_seed
 from tasks.train import TrainerJob, written_under_lease
+from tasks.validate import Judgement
 
 POLL_S = 0.05
 
@@ -178,19 +179,22 @@ class Cycle:
             del self.in_flight[group]
         num_actions = sum(r.trajectory["num_action_tokens"] for r in rollouts)
         self.report({"event": "sampled", "action_tokens": num_actions})
+        limits, scope = gate1_limits(self.run, self.context), f"window of {len(finished)} groups"
         with self.timed("record"):
             recorded = self.phases.record(
                 self.run.lake,
                 Window.of(rollouts),
-                gate1_limits(self.run, self.context),
+                limits,
                 run_id=self.run.run_id,
                 cycle=self.run.cycle,
                 lease=self.run.lease,
-                scope=f"window of {len(finished)} groups",
+                scope=scope,
             )
             if not recorded.judgement.ok:
-                raise refuse_window(self.run, recorded, self.progress().batches_trained + 1)
+                batch = self.progress().batches_trained + 1
+                raise refuse_window(self.run, recorded, limits, scope, batch=batch)
             commit_window(self.run, recorded)
+        self.warn(recorded.judgement)
         if recorded.num_quarantined:
             self.report(
                 {
@@ -200,6 +204,10 @@ class Cycle:
                 }
             )
         return True
+
+    def warn(self, judgement: Judgement) -> None:
+        for warning in judgement.warnings:
+            self.report({"event": "warning", "gate": judgement.gate, "warning": warning})
 
     async def drain(self) -> None:
         """Lets rollouts in flight end and records them: the next cycle may train them."""
@@ -256,7 +264,7 @@ class Cycle:
         self._last_advance = time.monotonic()
         if not progress.accepted:
             with self.timed("judge"):
-                judge_batch(self.run, self.phases, admitted, rows)
+                self.warn(judge_batch(self.run, self.phases, admitted, rows))
             return True
         trained = commit_trained(self.run, admitted, rows)
         self.report({"event": "trained", "batch": admitted.batch, "steps": rows.to_pylist()})

@@ -86,6 +86,12 @@ class RunDisplay:
                 )
             case "engine_returned":
                 self.console.print(f"engine {event['engine']} attested and is back in traffic")
+            case "data_docs" if event["refused"]:
+                self.console.print(f"what the gates found: {event['path']}", soft_wrap=True)
+            case "warning":
+                self.console.print(
+                    f"gate {event['gate']} warns: {event['warning']}", soft_wrap=True, markup=False
+                )
             case "dropped":
                 self.console.print(
                     f"dropped {event['trajectories']} ({event['reason']})", markup=False
@@ -146,9 +152,16 @@ def print_summary(console: Console, summary: dict[str, Any]) -> None:
         )
     ended = ", ".join(f"{count} {name}" for name, count in summary["trajectories"].items())
     console.print(f"train trajectories: {ended or 'none'}")
+    for warning in summary["warnings"]:
+        console.print(
+            f"warned {warning['times']} times: {warning['rule']} of gate {warning['gate']}, "
+            f"last observed {_number(warning['observed'])}, allowed {warning['expected']}",
+            soft_wrap=True,
+        )
     spent = ", ".join(f"{name} {value:.1f}" for name, value in summary["seconds"].items())
     console.print(f"seconds: {spent}")
     lake = summary["lake"]
+    console.print(f"what the gates found: {summary['data_docs']}", soft_wrap=True, highlight=False)
     console.print("\nWhere to look next:", style="bold")
     for line in (
         f'rollhouse sql --lake {lake} "SELECT step, w_max, kl_k3, ess_frac FROM mismatch_by_step"',

@@ -3,28 +3,28 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from flows.opening import OpenRun, published_dir
 from schemas.config import RunConfig, VllmSection
 from tasks.engines.canary import Canary
 from tasks.engines.protocol import RolloutEngine
 from tasks.engines.torch_engine import TorchEngine
 from tasks.engines.vllm import VllmEngine, VllmSettings
 from tasks.engines.vllm_launch import LocalServer
-from tasks.environments import make_environment
-from tasks.renderers import Renderer
-from tasks.train import run_store
+from tasks.weights.store import open_store
 
-EngineFactory = Callable[[RunConfig, Path], list[RolloutEngine]]
+EngineFactory = Callable[[OpenRun], list[RolloutEngine]]
 
 
-def build_engines(config: RunConfig, model_dir: Path) -> list[RolloutEngine]:
-    """Engines that have not been connected yet; `model_dir` holds version 0.
+def build_engines(run: OpenRun) -> list[RolloutEngine]:
+    """Engines of a run with a version 0; they have not been connected yet.
 
     Raises `ValueError` for a model that the torch engine cannot run or a launch script that does
     not exist.
     """
-    engine = config.engine
+    model_dir, _ = published_dir(run, 0)
+    engine = run.config.engine
     if engine.vllm is not None:
-        return _vllm_engines(config, engine.vllm, model_dir)
+        return _vllm_engines(run, engine.vllm, model_dir)
     return [
         TorchEngine(
             model_dir,
@@ -37,7 +37,8 @@ def build_engines(config: RunConfig, model_dir: Path) -> list[RolloutEngine]:
     ]
 
 
-def _vllm_engines(config: RunConfig, vllm: VllmSection, model_dir: Path) -> list[RolloutEngine]:
+def _vllm_engines(run: OpenRun, vllm: VllmSection, model_dir: Path) -> list[RolloutEngine]:
+    config = run.config
     settings = VllmSettings(
         max_in_flight=config.engine.num_slots,
         request_timeout_s=vllm.request_timeout_s,
@@ -45,7 +46,7 @@ def _vllm_engines(config: RunConfig, vllm: VllmSection, model_dir: Path) -> list
         prefix_cache=vllm.prefix_cache,
         colocated=vllm.colocated,
     )
-    canary = _canary(config, vllm.canary_tokens, model_dir)
+    canary = _canary(run, vllm.canary_tokens, model_dir)
     servers: list[LocalServer | None] = [None for _ in vllm.urls] or [
         _local_server(config, vllm, vllm.launch, model_dir, index)
         for index in range(vllm.num_servers)
@@ -75,20 +76,21 @@ def _local_server(
         compute_dtype=config.engine.compute_dtype,
         flags=("--max-num-seqs", str(config.engine.num_slots)),
         threads=config.engine.threads,
-        log=run_store(config) / "logs" / f"vllm-{index}.log",
+        log=open_store(config).folder / "logs" / f"vllm-{index}.log",
         startup_timeout_s=vllm.startup_timeout_s,
         index=index,
     )
 
 
-def _canary(config: RunConfig, num_tokens: int, model_dir: Path) -> Canary | None:
+def _canary(run: OpenRun, num_tokens: int, model_dir: Path) -> Canary | None:
     """Scores the first held-out prompts, one after the other, as a sequence of `num_tokens`."""
     if num_tokens == 0:
         return None
-    renderer = Renderer(model_dir)
-    environment = make_environment(config.environment.name, config.environment.options)
+    engine = run.config.engine
+    length = min(num_tokens, engine.max_model_tokens - 1)
     token_ids: list[int] = []
-    for task in environment.heldout(config.evaluation.num_tasks):
-        token_ids += renderer.prompt(task.messages)
-    length = min(num_tokens, config.engine.max_model_tokens - 1)
-    return Canary(model_dir, tuple(token_ids[:length]), config.engine.logprob_tolerance)
+    for task in run.environment.heldout(run.config.evaluation.num_tasks):
+        token_ids += run.renderer.prompt(task.messages)
+        if len(token_ids) >= length:
+            break
+    return Canary(model_dir, tuple(token_ids[:length]), engine.logprob_tolerance)

@@ -1,20 +1,16 @@
 """Evaluate the version that the engine serves on held-out problems, and record every rollout."""
 
 import asyncio
-import time
 from collections.abc import Callable
 from typing import Any
 
 from flows.opening import OpenRun
+from flows.refusals import refuse_window
 from flows.windows import commit_window, gate1_limits
 from tasks.evaluate import estimate_mean, pass_at_k
 from tasks.progress import read_progress
-from tasks.record import Window
+from tasks.record import Recorded, Window
 from tasks.rollout import RolloutContext, sample_group
-
-
-class EvaluationRefused(RuntimeError):
-    """Gate 1 refused the held-out rollouts."""
 
 
 async def evaluate(
@@ -26,7 +22,6 @@ async def evaluate(
     await context.engine.served()
     served = context.engine.describe()
     assert served.weight_version == version, f"version {version} is not being served"
-    started = time.monotonic()
     sampling = run.config.sampling.model_copy(update={"temperature": config.temperature})
     numbers = read_progress(run.lake, run.run_id).next_groups(())
     groups = await asyncio.gather(
@@ -35,33 +30,35 @@ async def evaluate(
             for task in context.environment.heldout(config.num_tasks)
         )
     )
-    rollouts = [rollout for group in groups for rollout in group]
+    window = Window.of([rollout for group in groups for rollout in group])
+    limits, scope = gate1_limits(run, context), f"evaluation of version {version}"
     recorded = record(
         run.lake,
-        Window.of(rollouts),
-        gate1_limits(run, context),
+        window,
+        limits,
         run_id=run.run_id,
         cycle=run.cycle,
         lease=run.lease,
-        scope=f"evaluation of version {version}",
+        scope=scope,
     )
     if not recorded.judgement.ok:
-        run.commit(
-            "batch_refused",
-            version=version,
-            write_ids=recorded.write_ids,
-            details={"admission": None, "gate": 1, "reason": recorded.judgement.reason},
-        )
-        raise EvaluationRefused(
-            f"Gate 1 refused the evaluation of version {version}: {recorded.judgement.reason}. "
-            "Mend the cause and run again."
-        )
+        raise refuse_window(run, recorded, limits, scope, version=version)
+    return commit_evaluation(run, window, recorded, version)
+
+
+def commit_evaluation(
+    run: OpenRun, window: Window, recorded: Recorded, version: int, **details: Any
+) -> float:
+    """Commits `evaluated` from a recorded window of held-out rollouts, and returns pass@1."""
+    config = run.config.evaluation
+    trajectories = window.trajectories.to_pylist()
     correct: dict[str, list[bool]] = {}
-    for rollout in rollouts:
-        reward = rollout.trajectory["reward"]
-        if rollout.trajectory["trajectory_id"] not in recorded.quarantined:
-            passes = correct.setdefault(rollout.trajectory["task_id"], [])
-            passes.append(reward >= config.pass_reward)
+    for trajectory in trajectories:
+        if trajectory["trajectory_id"] not in recorded.quarantined:
+            passes = correct.setdefault(trajectory["task_id"], [])
+            passes.append(trajectory["reward"] >= config.pass_reward)
+    started = min(trajectory["started_at"] for trajectory in trajectories)
+    finished = max(trajectory["finished_at"] for trajectory in trajectories)
     rows = []
     for k in sorted({1, config.num_samples}):
         values = [pass_at_k(len(c), sum(c), k) for c in correct.values() if len(c) >= k]
@@ -71,7 +68,7 @@ async def evaluate(
         rows.append(
             {
                 "weight_version": version,
-                "environment": context.environment.name,
+                "environment": trajectories[0]["environment"],
                 "split": "heldout",
                 "k": k,
                 "num_tasks": estimate.num_tasks,
@@ -79,8 +76,8 @@ async def evaluate(
                 "pass_at_k": estimate.mean,
                 "ci_low": estimate.ci_low,
                 "ci_high": estimate.ci_high,
-                "engine": served.engine,
-                "seconds": time.monotonic() - started,
+                "engine": trajectories[0]["engine"],
+                "seconds": (finished - started).total_seconds(),
             }
         )
     commit_window(
@@ -89,6 +86,6 @@ async def evaluate(
         kind="evaluated",
         version=version,
         more_writes=(run.append("evals", rows),),
-        details={"pass_at_1": rows[0]["pass_at_k"]},
+        details={"pass_at_1": rows[0]["pass_at_k"], **details},
     )
     return rows[0]["pass_at_k"]

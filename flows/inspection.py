@@ -1,4 +1,8 @@
-"""What the inspecting commands show, as JSON-ready rows read from the lake."""
+"""What the inspecting commands show, as JSON-ready rows read from the lake.
+
+What loads torch or a tokenizer is imported by the one function that needs it, so that the others
+answer at once.
+"""
 
 import math
 from pathlib import Path
@@ -7,13 +11,11 @@ from typing import Any
 import duckdb
 
 from schemas.config import RunConfig, parse_run_config
+from tasks.decisions import undecided
 from tasks.lake.lake import Lake
 from tasks.lake.ledger import Entry
 from tasks.progress import read_progress
-from tasks.publish import version_dir
 from tasks.query import connect, connect_as_of, table_history
-from tasks.renderers import Renderer
-from tasks.weights.anchors import export, load_publication, read_anchor
 
 
 def run_config(lake: Lake, run_id: str) -> RunConfig:
@@ -23,6 +25,8 @@ def run_config(lake: Lake, run_id: str) -> RunConfig:
 
 
 def _version_folder(lake: Lake, run_id: str, published: Entry) -> Path:
+    from tasks.publish import version_dir
+
     config = run_config(lake, run_id)
     folder = version_dir(config, published.details["uri"])
     if not folder.is_dir():
@@ -38,15 +42,15 @@ def run_status(lake: Lake, run_id: str) -> dict[str, Any]:
     progress = read_progress(lake, run_id)
     holder = ledger.last("lease_taken")
     newest = ledger.entries[-1]
-    refused = ledger.last("batch_refused")
-    if refused is not None and (refused.batch or 0) <= progress.batches_trained:
-        refused = None
+    refused = undecided(ledger.entries)
     attested = lake.read(
         "attestations", run_id=run_id, columns=["engine_id", "version"], where="ok"
     ).to_pylist()
     engines = {row["engine_id"]: row["version"] for row in attested}
     waits = "nothing"
-    if progress.open_admission is not None:
+    if refused:
+        waits = f"a decision on refusal {refused[0].seq}"
+    elif progress.open_admission is not None:
         state = "training" if progress.accepted else "scores"
         waits = f"batch {progress.open_admission.batch} ({state})"
     return {
@@ -57,7 +61,7 @@ def run_status(lake: Lake, run_id: str) -> dict[str, Any]:
         "engines": ", ".join(f"{name} at {version}" for name, version in engines.items()),
         "waiting_for": waits,
         "groups_waiting": len(progress.finished),
-        "open_refusal": None if refused is None else refused.details["reason"],
+        "open_refusal": refused[0].details["reason"] if refused else None,
         "lease": None
         if holder is None
         else f"{holder.seq} (pid {holder.details['pid']} on {holder.details['host']})",
@@ -108,6 +112,8 @@ def export_version(lake: Lake, run_id: str, version: int, to_dir: Path) -> dict[
     Raises `ValueError` if there is no such version, or the store no longer holds what the ledger
     names.
     """
+    from tasks.weights.anchors import export, load_publication, read_anchor
+
     ledger = lake.ledger(run_id)
     entry = ledger.last("version_published", version=version)
     if entry is None:
@@ -134,6 +140,8 @@ def trajectory_tokens(lake: Lake, run_id: str, trajectory_id: str | None) -> dic
 
     Raises `ValueError` if the run has no such trajectory.
     """
+    from tasks.renderers import Renderer
+
     connection = connect(lake)
     if trajectory_id is None:
         row = connection.execute(
@@ -158,8 +166,8 @@ def trajectory_tokens(lake: Lake, run_id: str, trajectory_id: str | None) -> dic
             '`rollhouse sql "SELECT trajectory_id FROM trajectories"` lists them.'
         )
     first = lake.ledger(run_id).last("version_published", version=0)
-    assert first is not None
-    renderer = Renderer(_version_folder(lake, run_id, first))
+    # An imported run has no tokenizer; its tokens are shown by their ids.
+    renderer = None if first is None else Renderer(_version_folder(lake, run_id, first))
     tokens = connection.execute(
         "SELECT t.position, t.token_id, t.kind, t.weight_version AS version,"
         " t.rollout_logprob AS log_mu, s.old_logprob AS log_pi, s.delta AS log_w"
@@ -174,7 +182,7 @@ def trajectory_tokens(lake: Lake, run_id: str, trajectory_id: str | None) -> dic
             {
                 "position": position,
                 "token_id": token_id,
-                "text": renderer.token_text(token_id),
+                "text": None if renderer is None else renderer.token_text(token_id),
                 "kind": kind,
                 "version": version,
                 "log_mu": _rounded(log_mu),

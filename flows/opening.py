@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -10,13 +11,13 @@ import pyarrow as pa
 
 from schemas.config import RunConfig, changed_keys, parse_run_config
 from schemas.tables import TABLES
-from tasks.environments import make_environment
+from tasks.environments import Environment, make_environment
+from tasks.interchange.imported import imported_from
 from tasks.lake.lake import Lake
 from tasks.lake.lease import renew_if_due, take_lease
 from tasks.lake.ledger import Entry, Ledger
-from tasks.publish import publication_row, relative_uri, version_dir
+from tasks.publish import publication_row, publish_anchor, relative_uri, version_dir
 from tasks.renderers import Renderer
-from tasks.train import run_store
 from tasks.warm_start import starting_checkpoint
 from tasks.weights.importing import check_checkpoint, import_anchor
 
@@ -50,6 +51,29 @@ class OpenRun:
     def ledger(self) -> Ledger:
         return self.lake.ledger(self.run_id)
 
+    @cached_property
+    def environment(self) -> Environment:
+        """Raises `ValueError` naming the key that makes none."""
+        return make_environment(self.config.environment.name, self.config.environment.options)
+
+    @cached_property
+    def renderer(self) -> Renderer:
+        """From version 0, once that is published; all versions share its tokenizer.
+
+        Raises `ValueError` if the folder's tokenizer is not the one the run began with.
+        """
+        folder, _ = published_dir(self, 0)
+        renderer = Renderer(folder)
+        first = self.ledger.last("version_published", version=0)
+        assert first is not None
+        for name in ("tokenizer_sha256", "chat_template_sha256"):
+            if getattr(renderer, name) != first.details[name]:
+                raise ValueError(
+                    f"The tokenizer in {folder} is not the one run {self.run_id} began with; "
+                    "restore the folder."
+                )
+        return renderer
+
     def append(self, table: str, rows: list[dict[str, Any]] | pa.Table) -> str:
         if isinstance(rows, list):
             rows = pa.Table.from_pylist(rows, schema=TABLES[table].own_schema)
@@ -77,9 +101,9 @@ def find_run(config: RunConfig, source: str, report: Report) -> OpenRun:
     """
     lake = Lake.create(config.run.lake)
     ledger = lake.ledger(config.run.run_id)
+    run = OpenRun(config, lake, ledger.lease)
     if not ledger.entries:
-        environment = make_environment(config.environment.name, config.environment.options)
-        environment.heldout(config.evaluation.num_tasks)
+        run.environment.heldout(config.evaluation.num_tasks)
         report({"event": "opening", "policy": config.policy.model_dump(mode="json")})
         # A warm start may take longer than a lease lives, and needs none.
         check_checkpoint(starting_checkpoint(config))
@@ -89,6 +113,11 @@ def find_run(config: RunConfig, source: str, report: Report) -> OpenRun:
             cycle=0,
             details={"config": config.model_dump(mode="json"), "source": source},
         )
+    if origin := imported_from(ledger):
+        raise ValueError(
+            f"{source}: run {config.run.run_id} holds rollouts imported from {origin}, which are "
+            "never trained; give this run another run.run_id."
+        )
     began_with = parse_run_config(
         ledger.entries[0].details["config"], f"the ledger of run {config.run.run_id}"
     )
@@ -97,7 +126,7 @@ def find_run(config: RunConfig, source: str, report: Report) -> OpenRun:
             f"{source}: run {config.run.run_id} began with other values: {', '.join(changed)}. "
             "Put them back, or give the run another run_id, lake and store."
         )
-    return OpenRun(config, lake, ledger.lease)
+    return run
 
 
 def take_run(run: OpenRun, *, take_over: bool = False) -> None:
@@ -111,7 +140,8 @@ def take_run(run: OpenRun, *, take_over: bool = False) -> None:
 
 
 def _publish_version_0(run: OpenRun, checkpoint: Path) -> None:
-    publication = import_anchor(checkpoint, run_store(run.config) / "weights", lease=run.lease)
+    write = partial(import_anchor, checkpoint, lease=run.lease)
+    publication = publish_anchor(run.config, 0, run.lease, write)
     renderer = Renderer(Path(publication.uri))
     run.commit(
         "version_published",

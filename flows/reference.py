@@ -18,7 +18,7 @@ from typing import Any
 import pyarrow as pa
 
 from schemas import config
-from schemas.expectations import RULES, Rule
+from schemas.expectations import RULES, Rule, imported
 from schemas.tables import TABLES, Table
 from schemas.views import view_sources, view_title
 from tasks.query import describe_columns
@@ -73,14 +73,14 @@ def _columns_of_view(name: str, sql: str) -> str:
     )
 
 
-def _rules(gate: int, rules: tuple[Rule, ...]) -> str:
+def _rules(title: str, rules: tuple[Rule, ...]) -> str:
     header = ("rule", "severity", "counted for each", "holds when", "protects against", "at most")
     rows = []
     for rule in rules:
         at_most = str(rule.maximum).removesuffix(".0")
         texts = (rule.description, rule.protects_against, at_most)
         rows.append((f"`{rule.id}`", rule.severity, rule.level, *texts))
-    return f"### Gate {gate}\n\n" + _table(header, rows)
+    return f"### {title}\n\n" + _table(header, rows)
 
 
 @cache
@@ -136,7 +136,8 @@ def page() -> str:
     schema = config.RunConfig.model_json_schema()
     parts = [HEADER, "## Tables\n", *(_columns_of_table(table) for table in TABLES.values())]
     parts += ["## Views\n", *(_columns_of_view(*view) for view in view_sources().items())]
-    parts += ["## Rules\n", *(_rules(gate, rules) for gate, rules in RULES.items())]
+    parts += ["## Rules\n", *(_rules(f"Gate {gate}", rules) for gate, rules in RULES.items())]
+    parts.append(_rules("Imports", imported.RULES))
     parts.append("## Run file\n")
     for path, field in schema["properties"].items():
         parts += _sections(path, field["$ref"].rpartition("/")[2], schema["$defs"])

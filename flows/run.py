@@ -6,11 +6,15 @@ from typing import Any
 
 from flows.attachment import attach, keep_attached
 from flows.cycle import Cycle
+from flows.decisions import carry_out_decisions, require_decisions
 from flows.engines import EngineFactory, build_engines
-from flows.opening import OpenRun, Report, find_run, holding_lease, published_dir, take_run
+from flows.opening import OpenRun, Report, find_run, holding_lease, take_run
+from flows.refusals import BatchRefused
 from schemas.config import RunConfig
+from tasks.data_docs.pages import write_data_docs
 from tasks.engines.fleet import Fleet
 from tasks.rollout import RolloutContext
+from tasks.weights.store import open_store
 
 CycleRunner = Callable[[Cycle], Awaitable[None]]
 
@@ -37,8 +41,8 @@ async def execute_run(
     """Runs cycles up to the absolute number `until_cycle` (default: the run file's).
 
     Idempotent: after a crash it goes on from the ledger, after success it does nothing. `source`
-    names the run file in messages. Raises `ValueError` for bad input, and what `Cycle.execute`
-    raises.
+    names the run file in messages. Raises `ValueError` for bad input, `BatchRefused` while a
+    refusal waits for a person, and what `Cycle.execute` raises.
     """
     last = config.run.num_cycles if until_cycle is None else until_cycle
     if not 0 < last <= config.run.num_cycles:
@@ -49,12 +53,18 @@ async def execute_run(
     run = find_run(config, source, report)
     if num_closed_cycles(run) >= last:
         return run
+    require_decisions(run)
     take_run(run, take_over=take_over)
     run.cycle = num_closed_cycles(run)
+    try:
+        carry_out_decisions(run)
+    except BatchRefused:
+        _show_judgements(run, report, refused=True)
+        raise
     report({"event": "attaching", "engine": config.engine.model_dump(mode="json")})
     vllm = config.engine.vllm
     fleet = Fleet(
-        make_engines(config, published_dir(run, 0)[0]),
+        make_engines(run),
         patience_s=0.0 if vllm is None else vllm.startup_timeout_s,
     )
     try:
@@ -72,8 +82,20 @@ async def _cycles(
 ) -> None:
     while run.cycle < last:
         report({"event": "cycle", "cycle": run.cycle, "of": last})
-        await run_cycle(Cycle(run, context, report=report))
+        try:
+            await run_cycle(Cycle(run, context, report=report))
+        except BatchRefused:
+            _show_judgements(run, report, refused=True)
+            raise
+        _show_judgements(run, report)
         run.cycle += 1
+
+
+def _show_judgements(run: OpenRun, report: Report, *, refused: bool = False) -> None:
+    """Writes the pages of this cycle, and of earlier ones that have none."""
+    folder = open_store(run.config).folder / "data_docs"
+    index = write_data_docs(run.lake, run.run_id, folder, cycles=[run.cycle])
+    report({"event": "data_docs", "path": str(index), "refused": refused})
 
 
 async def _unless(work: Coroutine[Any, Any, None], watch: Coroutine[Any, Any, None]) -> None:

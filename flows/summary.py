@@ -6,6 +6,7 @@ from flows.display import SIGNAL_HEADERS
 from flows.opening import OpenRun
 from tasks.evaluate import estimate_pass_at_k, heldout_results, paired_gain
 from tasks.query import connect
+from tasks.weights.store import open_store
 
 
 def summarise(run: OpenRun) -> dict[str, Any]:
@@ -52,6 +53,15 @@ def summarise(run: OpenRun) -> dict[str, Any]:
             f"SELECT ended, count(*) FROM trajectory_ends {where} GROUP BY ended ORDER BY ended"
         ).fetchall()
     )
+    warnings = (
+        connection.sql(
+            "SELECT gate, rule, count(*) AS times, arg_max(observed, judged_at) AS observed,"
+            f" arg_max(expected, judged_at) AS expected FROM validations {where}"
+            " AND severity = 'warning' AND NOT ok GROUP BY gate, rule ORDER BY gate, rule"
+        )
+        .to_arrow_table()
+        .to_pylist()
+    )
     return {
         "run_id": run.run_id,
         "cycles": sum(e.kind == "cycle_closed" for e in ledger.entries),
@@ -67,9 +77,11 @@ def summarise(run: OpenRun) -> dict[str, Any]:
             f"SELECT coalesce(sum(num_action_tokens), 0)::BIGINT FROM steps {where}"
         ),
         "trajectories": ended,
+        "warnings": warnings,
         "seconds": seconds,
         "signals": [
             dict(zip(("step", *SIGNAL_HEADERS), row, strict=True)) for row in signals.fetchall()
         ],
         "lake": run.lake.uri,
+        "data_docs": str(open_store(run.config).folder / "data_docs" / "index.html"),
     }

@@ -20,6 +20,12 @@ def gate1_limits(run: OpenRun, context: RolloutContext) -> Limits:
         "published_version": published.version,
         "vocab_size": engine.vocab_size,
         "max_tokens": config.sampling.max_tokens,
+        "max_model_tokens": engine.max_model_tokens,
+        "stop_token_ids": context.renderer.stop_token_ids,
+        "run_seed": context.run_seed,
+        # Without samples in flight there is no older version to sample with.
+        "oldest_version": published.version if config.asynchrony.k == 0 else None,
+        "max_lag": config.asynchrony.lag_bound,
         "temperature": config.sampling.temperature,
         "heldout_temperature": config.evaluation.temperature,
         "top_p": config.sampling.top_p,

@@ -25,8 +25,11 @@ class RunSection(Section):
     run_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
     seed: Annotated[int, Field(ge=0, lt=2**31)]
     lake: str
+    """A directory, or `s3://bucket/prefix`."""
     store: str
-    """Weights and checkpoints."""
+    """Weights and checkpoints: a directory, or `s3://bucket/prefix`."""
+    cache: Annotated[str, Field(json_schema_extra=MAY_CHANGE)] = "var/cache"
+    """Where a machine keeps its copies of what a store in S3 holds."""
     num_cycles: Annotated[int, Field(gt=0, json_schema_extra=MAY_CHANGE)]
     batches_per_cycle: Positive
 
@@ -240,6 +243,9 @@ class GatesSection(Section):
     """A token off by more than this factor counts in the share that gate 2 bounds."""
     max_share_off: Annotated[float, Field(gt=0, le=1, json_schema_extra=MAY_CHANGE)] = 0.1
     """Largest share of such tokens in a batch."""
+    drift_batches: Annotated[int, Field(ge=5, json_schema_extra=MAY_CHANGE)] = 10
+    """Accepted batches that gate 2 compares a batch's length, reward, entropy, zero-variance groups
+    and log w with; the first ones of a run have no such comparison."""
 
     @model_validator(mode="after")
     def _a_range(self):

@@ -14,7 +14,9 @@ from tasks.lake.ledger import Entry, Ledger
 
 @dataclass(frozen=True)
 class Progress:
-    """`open_admission` is the newest one that is neither trained nor refused."""
+    """`open_admission` is the newest one that is neither trained nor refused. The trajectories of
+    a refused one wait for no other batch: a reviewer either confirms that, and they are dropped,
+    or has them trained as admitted."""
 
     batches_trained: int
     published_version: int | None
@@ -61,21 +63,18 @@ def read_progress(lake: Lake, run_id: str) -> Progress:
     rows = lake.read(
         "trajectories",
         run_id=run_id,
-        columns=["trajectory_id", "group_id", "split", "weight_version_min", "write_id"],
+        columns=["trajectory_id", "group_id", "split", "weight_version_min", "origin", "write_id"],
     ).to_pylist()
     out = set(
         lake.read("quarantine", run_id=run_id, columns=["trajectory_id"])
         .column("trajectory_id")
         .to_pylist()
     )
-    refused = {e.details["admission"] for e in ledger.entries if e.kind == "batch_refused"}
-    admitted = {
-        row["trajectory_id"]
-        for row in lake.read(
-            "batches", run_id=run_id, columns=["admission", "trajectory_id"]
-        ).to_pylist()
-        if row["admission"] not in refused
-    }
+    admitted = set(
+        lake.read("batches", run_id=run_id, columns=["trajectory_id"])
+        .column("trajectory_id")
+        .to_pylist()
+    )
     waiting: dict[int, FinishedGroup] = {}
     num_recorded = num_dropped = 0
     for row in rows:
@@ -85,12 +84,15 @@ def read_progress(lake: Lake, run_id: str) -> Progress:
         num_dropped += row["trajectory_id"] in out
         if row["trajectory_id"] in out or row["trajectory_id"] in admitted:
             continue
+        # Nothing imported waits for a batch.
+        if row["origin"] is not None:
+            continue
         group = row["group_id"]
         oldest = row["weight_version_min"]
         if group in waiting:
             oldest = min(oldest, waiting[group].weight_version_min)
         waiting[group] = FinishedGroup(group, position[row["write_id"]], oldest)
-    open_admission, accepted = _open_admission(ledger, trained, refused)
+    open_admission, accepted = _open_admission(ledger, trained)
     return Progress(
         batches_trained=0 if trained is None else trained.batch or 0,
         published_version=None if published is None else published.version,
@@ -103,16 +105,17 @@ def read_progress(lake: Lake, run_id: str) -> Progress:
     )
 
 
-def _open_admission(
-    ledger: Ledger, trained: Entry | None, refused: set[int]
-) -> tuple[Entry | None, bool]:
+def _open_admission(ledger: Ledger, trained: Entry | None) -> tuple[Entry | None, bool]:
     entry = ledger.last("batch_admitted")
-    if entry is None or entry.seq in refused or (trained is not None and trained.seq > entry.seq):
+    if entry is None or (trained is not None and trained.seq > entry.seq):
         return None, False
-    accepted = any(
-        e.kind == "batch_accepted" and e.details["admission"] == entry.seq for e in ledger.entries
-    )
-    return entry, accepted
+    # The newest word counts: a waiver has a refused admission accepted after all.
+    word = None
+    for e in ledger.entries[entry.seq :]:
+        judged = e.kind in ("batch_accepted", "batch_refused")
+        if judged and e.details["admission"] == entry.seq:
+            word = e.kind
+    return (None, False) if word == "batch_refused" else (entry, word == "batch_accepted")
 
 
 def unpublished_batch(ledger: Ledger) -> Entry | None:

@@ -4,23 +4,37 @@ A crash between the commit and the publication is repaired by doing it again, to
 trainer and the publisher both compute the root hash, from different reads, and must agree.
 """
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from schemas.config import RunConfig
 from tasks.lake.ledger import Entry, Ledger
-from tasks.train import run_store
-from tasks.weights.anchors import Publication, write_anchor
-from tasks.weights.checkpoints import published_values
+from tasks.weights import anchors, checkpoints
+from tasks.weights.anchors import Publication
+from tasks.weights.store import open_store
 
 
 def version_dir(config: RunConfig, uri: str) -> Path:
-    """The folder of a publication; `uri` is relative to the run's store."""
-    return run_store(config) / uri
+    """The folder of a publication on this machine; `uri` is relative to the run's store."""
+    return open_store(config).get(uri, anchors.MANIFEST)
 
 
 def relative_uri(config: RunConfig, publication: Publication) -> str:
-    return str(Path(publication.uri).relative_to(run_store(config)))
+    return str(Path(publication.uri).relative_to(open_store(config).folder))
+
+
+def publish_anchor(
+    config: RunConfig, version: int, lease: int, write: Callable[[Path], Publication]
+) -> Publication:
+    """Has `write` build a version below the folder it is given, and stores it."""
+    store = open_store(config)
+    relative = f"weights/{anchors.anchor_name(version, lease)}"
+    store.begin(relative)
+    publication = write(store.folder / "weights")
+    store.put(relative, anchors.MANIFEST)
+    return publication
 
 
 def publication_row(config: RunConfig, publication: Publication) -> dict[str, Any]:
@@ -46,14 +60,16 @@ def publish_version(config: RunConfig, ledger: Ledger, trained: Entry, lease: in
     parent = ledger.last("version_published", version=trained.batch - 1)
     first = ledger.last("version_published", version=0)
     assert parent is not None and first is not None, "versions are published in order"
-    publication = write_anchor(
-        run_store(config) / "weights",
+    checkpoint = open_store(config).get(trained.checkpoint, checkpoints.MANIFEST)
+    write = partial(
+        anchors.write_anchor,
         version=trained.batch,
         lease=lease,
-        tensors=published_values(run_store(config) / trained.checkpoint),
+        tensors=checkpoints.published_values(checkpoint),
         assets_dir=version_dir(config, first.details["uri"]),
         parent_uri=str(version_dir(config, parent.details["uri"])),
     )
+    publication = publish_anchor(config, trained.batch, lease, write)
     if publication.root_hash != trained.root_hash:
         raise ValueError(
             f"Checkpoint {trained.checkpoint} holds root hash {publication.root_hash}, but batch "

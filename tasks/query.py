@@ -5,6 +5,7 @@ disk. The connection reads below the lake's own address and nothing else.
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import duckdb
@@ -115,6 +116,29 @@ def run_query(
 
     Raises `QueryRefused` for anything else, and for a query that does not parse or run.
     """
+    with _refusing():
+        relation = _select(connection, sql)
+        return relation.columns, relation.fetchall()
+
+
+def stream_query(
+    connection: duckdb.DuckDBPyConnection, sql: str, *, rows_per_batch: int
+) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
+    """Schema of one SELECT's result, and its rows as they are computed.
+
+    Raises as `run_query` does, also while the batches are taken.
+    """
+    with _refusing():
+        reader = _select(connection, sql).to_arrow_reader(rows_per_batch)
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        with _refusing():
+            yield from reader
+
+    return reader.schema, batches()
+
+
+def _select(connection: duckdb.DuckDBPyConnection, sql: str) -> duckdb.DuckDBPyRelation:
     try:
         statements = connection.extract_statements(sql)
     except duckdb.Error as error:
@@ -123,9 +147,13 @@ def run_query(
         raise QueryRefused(
             "Give one SELECT (or FROM ..., SUMMARIZE, DESCRIBE): the lake is read-only here."
         )
+    return connection.sql(sql)
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
     try:
-        relation = connection.sql(sql)
-        return relation.columns, relation.fetchall()
+        yield
     except duckdb.Error as error:
         raise QueryRefused(
             f"The query cannot run: {error}\n`rollhouse views` and `rollhouse describe TABLE` show "

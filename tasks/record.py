@@ -1,8 +1,8 @@
 """Put finished rollouts through gate 1 and into the lake, in one ledger row.
 
 Rows are written first and count only when the ledger names them, together with the validations and
-the quarantine that judge them. A fault of the whole window leaves its rows unnamed: the ledger then
-holds the refusal, and the same groups are sampled again.
+the quarantine that judge them. A fault of the whole window leaves its rows unnamed: the refusal's
+details list them, so that a reviewer's waiver can have them counted without sampling again.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from schemas.tables import TABLES
 from tasks.lake.lake import Lake
 from tasks.profile import Limits, profile_rollouts
 from tasks.rollout import Rollout
-from tasks.validate import Fault, Judgement, judge
+from tasks.validate import NO_WAIVERS, Fault, Judgement, Waivers, judge
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,30 @@ class Window:
             _table("routing", [row for rollout in ordered for row in rollout.routing]),
         )
 
+    @classmethod
+    def written(cls, lake: Lake, run_id: str, write_ids: Sequence[str]) -> "Window":
+        """The window as its writes hold it, whether or not the ledger names them."""
+
+        def rows(name: str) -> pa.Table:
+            found = lake.read(name, run_id=run_id, write_ids=write_ids)
+            return found.select(TABLES[name].own_schema.names)
+
+        return cls(rows("trajectories"), rows("segments"), rows("requests"), rows("routing"))
+
+    def write(self, lake: Lake, *, run_id: str, cycle: int, lease: int) -> tuple[str, ...]:
+        """Writes the rows under write ids that nothing names yet; what is empty gets none."""
+        tables = {
+            "trajectories": self.trajectories,
+            "segments": self.segments,
+            "requests": self.requests,
+            "routing": self.routing,
+        }
+        return tuple(
+            lake.append(name, rows, run_id=run_id, cycle=cycle, lease=lease)
+            for name, rows in tables.items()
+            if rows.num_rows
+        )
+
 
 def _table(name: str, rows: list[dict[str, Any]]) -> pa.Table:
     return pa.Table.from_pylist(rows, schema=TABLES[name].own_schema)
@@ -44,10 +68,19 @@ def _table(name: str, rows: list[dict[str, Any]]) -> pa.Table:
 
 @dataclass(frozen=True)
 class Recorded:
+    """A judged window: `rows` are the writes that hold it, `findings` those that hold the
+    judgement and the quarantine."""
+
     judgement: Judgement
-    write_ids: tuple[str, ...]
+    rows: tuple[str, ...]
+    findings: tuple[str, ...]
     trajectory_ids: tuple[str, ...]
     quarantined: frozenset[str]
+
+    @property
+    def write_ids(self) -> tuple[str, ...]:
+        """What the ledger may name: the rows of a refused window it may not."""
+        return (*self.findings, *self.rows) if self.judgement.ok else self.findings
 
     @property
     def num_quarantined(self) -> int:
@@ -71,12 +104,9 @@ def quarantine_rows(
     ]
 
 
-def quarantine_of(trajectories: pa.Table, faults: Sequence[Fault]) -> list[dict[str, Any]]:
-    """Quarantine rows for single faults, and for those whose group they leave unusable.
-
-    A failed rollout is not a fault, but its group cannot be compared any more either.
-    """
-    by_fault = [
+def fault_rows(faults: Sequence[Fault]) -> list[dict[str, Any]]:
+    """Rows of the quarantine table for single faults."""
+    return [
         {
             "trajectory_id": fault.trajectory_id,
             "group_id": fault.group_id,
@@ -87,6 +117,14 @@ def quarantine_of(trajectories: pa.Table, faults: Sequence[Fault]) -> list[dict[
         }
         for fault in faults
     ]
+
+
+def quarantine_of(trajectories: pa.Table, faults: Sequence[Fault]) -> list[dict[str, Any]]:
+    """Quarantine rows for single faults, and for those whose group they leave unusable.
+
+    A failed rollout is not a fault, but its group cannot be compared any more either.
+    """
+    by_fault = fault_rows(faults)
     rows = trajectories.select(["trajectory_id", "group_id", "status", "finish_reason"]).to_pylist()
     faulted = {fault.trajectory_id for fault in faults}
     failed = [
@@ -110,32 +148,65 @@ def quarantine_of(trajectories: pa.Table, faults: Sequence[Fault]) -> list[dict[
     ]
 
 
+def _first_conditions(lake: Lake, run_id: str, recorded: pa.Table) -> Limits:
+    """Engine, tokenizer and template of the run's first recorded trajectory, None without one."""
+    names = ("engine", "tokenizer_sha256", "chat_template_sha256")
+    first = min(recorded.column("trajectory_id").to_pylist(), default=None)
+    rows = []
+    if first is not None:
+        rows = lake.read(
+            "trajectories",
+            run_id=run_id,
+            columns=names,
+            where="trajectory_id = ?",
+            params=[first],
+            predicate=f"trajectory_id = '{first}'",
+        ).to_pylist()
+    return {f"first_{name}": rows[0][name] if rows else None for name in names}
+
+
 def record_rollouts(
     lake: Lake, window: Window, limits: Limits, *, run_id: str, cycle: int, lease: int, scope: str
 ) -> Recorded:
     """Writes a window and judges it at gate 1. Nothing is visible until the caller commits the
-    returned write ids; on a refusal these hold only the validations."""
+    returned write ids."""
+    rows = window.write(lake, run_id=run_id, cycle=cycle, lease=lease)
+    return judge_window(
+        lake, window, rows, limits, run_id=run_id, cycle=cycle, lease=lease, scope=scope
+    )
+
+
+def judge_window(
+    lake: Lake,
+    window: Window,
+    rows: tuple[str, ...],
+    limits: Limits,
+    *,
+    run_id: str,
+    cycle: int,
+    lease: int,
+    scope: str,
+    waivers: Waivers = NO_WAIVERS,
+) -> Recorded:
+    """Judges a window at gate 1 whose rows lie in the writes `rows`, and writes what was found."""
     known = lake.read("trajectories", run_id=run_id, columns=["trajectory_id"])
+    limits = {**limits, **_first_conditions(lake, run_id, known)}
     profile = profile_rollouts(
         window.trajectories, window.segments, window.requests, window.routing, known, limits
     )
-    judgement = judge(1, scope, profile, limits)
+    judgement = judge(1, scope, profile, limits, waivers=waivers)
 
-    def append(table: str, rows: pa.Table) -> str:
-        return lake.append(table, rows, run_id=run_id, cycle=cycle, lease=lease)
+    def append(table: str, found: pa.Table) -> str:
+        return lake.append(table, found, run_id=run_id, cycle=cycle, lease=lease)
 
-    write_ids = [append("validations", judgement.validations())]
+    findings = [append("validations", judgement.validations())]
     quarantined = quarantine_of(window.trajectories, judgement.faults)
-    if judgement.ok:
-        write_ids.append(append("trajectories", window.trajectories))
-        # Where every rollout failed there is no token. A write that counts has rows.
-        for name in ("segments", "requests", "routing"):
-            rows = getattr(window, name)
-            if rows.num_rows:
-                write_ids.append(append(name, rows))
-        if quarantined:
-            write_ids.append(append("quarantine", _table("quarantine", quarantined)))
-    ids = tuple(window.trajectories.column("trajectory_id").to_pylist())
+    if judgement.ok and quarantined:
+        findings.append(append("quarantine", _table("quarantine", quarantined)))
     return Recorded(
-        judgement, tuple(write_ids), ids, frozenset(row["trajectory_id"] for row in quarantined)
+        judgement,
+        rows,
+        tuple(findings),
+        tuple(window.trajectories.column("trajectory_id").to_pylist()),
+        frozenset(row["trajectory_id"] for row in quarantined),
     )

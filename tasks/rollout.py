@@ -207,7 +207,7 @@ async def sample_trajectory(
         assert verdict.observation is not None, "a verdict that is not done has an observation"
         observation = context.renderer.bridge(verdict.observation)
         if len(recorder.token_ids) + len(observation) >= engine.max_model_tokens:
-            status, finish_reason = "truncated", "length"
+            status, finish_reason = "truncated", "context"
             reward, components = verdict.reward, verdict.components
             break
         turn += 1

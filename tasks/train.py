@@ -15,9 +15,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from schemas.config import RunConfig
+from tasks.lake.batches import Batch
 from tasks.lake.lake import Lake
 from tasks.profile import Limits, profile_scores
-from tasks.validate import Judgement, judge
+from tasks.validate import NO_WAIVERS, History, Judgement, Waivers, judge
+from tasks.weights.store import open_store
 
 
 class TrainerFailed(RuntimeError):
@@ -70,7 +72,7 @@ class TrainerJob:
         cls, config: RunConfig, lake: Lake, *, cycle: int, lease: int, until_batch: int
     ) -> "TrainerJob":
         run_id = config.run.run_id
-        log = run_store(config) / "logs" / f"trainer-{cycle:06d}-{lease:06d}.log"
+        log = open_store(config).folder / "logs" / f"trainer-{cycle:06d}-{lease:06d}.log"
         arguments = {
             "--lake": lake.uri,
             "--run-id": run_id,
@@ -114,11 +116,6 @@ class TrainerJob:
             self.process.wait()
 
 
-def run_store(config: RunConfig) -> Path:
-    """Where the run's weights, checkpoints and logs live."""
-    return Path(config.run.store).absolute() / config.run.run_id
-
-
 def written_under_lease(
     lake: Lake, table: str, run_id: str, lease: int, where: str, value: int
 ) -> pa.Table:
@@ -145,15 +142,30 @@ def write_ids_of(rows: pa.Table) -> list[str]:
 
 
 def judge_scores(
-    segments: pa.Table, scores: pa.Table, config: RunConfig, *, batch: int, admission: int
+    batch: Batch,
+    scores: pa.Table,
+    config: RunConfig,
+    history: History,
+    waivers: Waivers = NO_WAIVERS,
 ) -> Judgement:
-    """Gate 2 over a batch: `segments` as admitted, `scores` as the trainer wrote them."""
+    """Gate 2 over a batch as admitted, with `scores` as the trainer wrote them; `history` holds the
+    statistics of the last `gates.drift_batches` accepted batches."""
+    gates = config.gates
     limits: Limits = {
-        "old_version": batch - 1,
+        "admission": batch.admission,
+        "old_version": batch.batch - 1,
         "max_lag": config.asynchrony.lag_bound,
         "logprob_tolerance": config.engine.logprob_tolerance,
-        "off_factor": config.gates.off_factor,
-        "max_share_off": config.gates.max_share_off,
+        "off_factor": gates.off_factor,
+        "max_share_off": gates.max_share_off,
+        "correction": config.trainer.correction,
+        "w_cap": config.trainer.w_cap,
+        "drift_batches": gates.drift_batches,
+        "rounding_step": 0.25 * config.engine.logprob_tolerance,
+        "reward_step": 0.1 * (gates.reward_max - gates.reward_min),
     }
-    actions = segments.filter(pc.field("kind") == "action")
-    return judge(2, f"admission {admission}", profile_scores(actions, scores, limits), limits)
+    actions = batch.segments.filter(pc.field("kind") == "action")
+    profile = profile_scores(batch.trajectories, actions, scores, limits)
+    return judge(
+        2, f"admission {batch.admission}", profile, limits, history=history, waivers=waivers
+    )

@@ -12,19 +12,16 @@ from collections.abc import Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from schemas.config import RunConfig, WarmStart
 from tasks.environments import make_environment
 from tasks.environments.protocol import Environment
-from tasks.policy import (
-    Problem,
-    forgetful_answers,
-    training_problems,
-    write_examples,
-    write_initial_policy,
-)
 from tasks.renderers import Renderer
 from tasks.train import log_end, torchrun
+
+if TYPE_CHECKING:
+    from tasks.policy import Problem
 
 _ROOMS = Path(__file__).parents[1]
 SOURCES = (
@@ -85,6 +82,9 @@ def ensure_warm_start(settings: WarmStart, config: RunConfig, environment: Envir
     finished = cache / warm_start_key(settings, config)
     if finished.is_dir():
         return finished
+    # Here, since it loads a model's code, which a run whose policy is made has no use for.
+    from tasks.policy import forgetful_answers, training_problems, write_initial_policy
+
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache, prefix=".making-") as folder:
         scratch = Path(folder)
@@ -115,11 +115,13 @@ def _supervise(
     logs: Path,
     start: str,
     result: str,
-    problems: Sequence[Problem],
+    problems: "Sequence[Problem]",
     steps: int,
     learning_rate: float,
 ) -> Path:
     """One supervised run from `scratch/start` to `scratch/result`, which it returns."""
+    from tasks.policy import write_examples
+
     data = scratch / f"{result}.parquet"
     write_examples(data, Renderer(scratch / start), problems)
     arguments = {

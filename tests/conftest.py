@@ -1,7 +1,9 @@
 """Fixtures that several rooms' tests share."""
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -19,14 +21,26 @@ def tiny_policies(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return cache
 
 
+@pytest.fixture(scope="session")
+def finished_run(
+    tmp_path_factory: pytest.TempPathFactory, tiny_policies: Path
+) -> tuple[TinyRun, dict[str, Any]]:
+    """The tiny run, taken through the command line and Prefect, with its `--json` document; to be
+    looked at only."""
+    tiny = TinyRun(tmp_path_factory.mktemp("finished"), tiny_policies)
+    result = tiny.run("--json")
+    assert result.returncode == 0, result.stderr
+    return tiny, json.loads(result.stdout)
+
+
 @pytest.fixture
 def tiny_run(tmp_path: Path, tiny_policies: Path) -> Callable[..., TinyRun]:
     """Makes a fresh run with the given `--set` overrides."""
 
-    def make(*settings: str, name: str = "run") -> TinyRun:
+    def make(*settings: str, name: str = "run", place: str | None = None) -> TinyRun:
         root = tmp_path / name
         root.mkdir()
-        return TinyRun(root, tiny_policies, settings)
+        return TinyRun(root, tiny_policies, settings, place)
 
     return make
 

@@ -5,9 +5,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from flows.run import execute_run_sync
 from flows.run_file import load_run_file
 from schemas.config import RunConfig
 from tasks.invariants import Finding, check_lake
@@ -23,17 +25,20 @@ ROLLHOUSE = [sys.executable, "-c", "from flows.cli import main; main()"]
 
 @dataclass(frozen=True)
 class TinyRun:
-    """`settings` are `--set` overrides; `policies` is a cache shared by all tests."""
+    """`settings` are `--set` overrides; `policies` is a cache shared by all tests. Lake and store
+    lie in `root`, or at the address `place`."""
 
     root: Path
     policies: Path
     settings: tuple[str, ...] = ()
+    place: str | None = None
 
     @property
     def overrides(self) -> list[str]:
         return [
-            f"run.lake={self.root / 'lake'}",
-            f"run.store={self.root / 'store'}",
+            f"run.lake={self.place or self.root}/lake",
+            f"run.store={self.place or self.root}/store",
+            f"run.cache={self.root / 'cache'}",
             f"policy.warm_start.cache={self.policies}",
             *self.settings,
         ]
@@ -44,7 +49,7 @@ class TinyRun:
 
     @property
     def lake(self) -> Lake:
-        return Lake.open(self.root / "lake")
+        return Lake.open(self.config.run.lake)
 
     @property
     def entries(self) -> list[Entry]:
@@ -69,12 +74,18 @@ class TinyRun:
             stdout, stderr = process.communicate(timeout=500)
         return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
+    def execute(self) -> None:
+        """The run in this process, whose imports are done; raises what ends it."""
+        execute_run_sync(self.config, str(RUN_FILE))
+
     def wait_for(self, condition: Callable[[list[Entry]], bool], timeout_s: float = 240) -> None:
         """Returns once the ledger satisfies `condition`."""
         until = time.monotonic() + timeout_s
         while time.monotonic() < until:
-            if (self.root / "lake" / "ledger" / "_delta_log").is_dir() and condition(self.entries):
-                return
+            # There is no lake before the run has made one.
+            with suppress(ValueError):
+                if condition(self.entries):
+                    return
             time.sleep(0.02)
         raise TimeoutError("the ledger never got there")
 

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -21,14 +22,21 @@ from tests.engine_models import processed, publish
 REPOSITORY = Path(__file__).parent.parent
 SCRIPT = REPOSITORY / "infra" / "vllm" / "serve-cpu.sh"
 MAX_MODEL_TOKENS = 2048
-# vLLM's attention on a CPU takes heads of 32 and more.
-SHAPE = {"head_dim": 32, "hidden_size": 64, "max_position_embeddings": MAX_MODEL_TOKENS}
+# That of the tiny run's policy, so that one server can hold either. vLLM's attention on a CPU takes
+# heads of 32 and more.
+SHAPE = {
+    "vocab_size": 270,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": MAX_MODEL_TOKENS,
+}
+_ON_VLLM = ("policy.warm_start.head_dim=32", "engine.backend=vllm")
 # `--set` overrides of the tiny run: one server that the run starts.
-RUN_ON_VLLM = (
-    "policy.warm_start.head_dim=32",
-    "engine.backend=vllm",
-    f"engine.vllm.launch={SCRIPT}",
-)
+RUN_ON_VLLM = (*_ON_VLLM, f"engine.vllm.launch={SCRIPT}")
 CANARY = tuple(range(1, 40))
 TOLERANCE = 0.002
 
@@ -72,7 +80,7 @@ def launch(model_dir: Path, log: Path, *flags: str) -> LocalServer:
         flags=flags,
         threads=1,
         log=log,
-        startup_timeout_s=240.0,
+        startup_timeout_s=480.0,
     )
     server.start_if_dead()
     return server
@@ -89,6 +97,11 @@ def engine_at(url: str, first: Version, **changes) -> VllmEngine:
         settings=VllmSettings(**settings),
         canary=Canary(first.path, CANARY, TOLERANCE),
     )
+
+
+def run_at(url: str) -> tuple[str, ...]:
+    """`--set` overrides of the tiny run: a server that is there already."""
+    return (*_ON_VLLM, f"engine.vllm.urls=['{url}']")
 
 
 async def update(engine: VllmEngine, version: Version, mode="wait"):
@@ -114,9 +127,16 @@ async def update_in_flight(
     """Starts `ask(0 … count - 1)`, updates once all of them run, and awaits them; the attestation
     and what they returned."""
     tasks = [asyncio.ensure_future(ask(index)) for index in range(count)]
-    while await num_running(engine._http) < count:
-        assert not any(task.done() for task in tasks), "a request ended before the update"
-        await asyncio.sleep(0.01)
+    running = 0
+    while running < count:
+        for task in tasks:
+            if task.done():
+                raise AssertionError(
+                    f"a request ended before the update, while {running} ran: {task}"
+                ) from task.exception()
+        # Seldom, since a busy machine's server would do little else than print its metrics.
+        await asyncio.sleep(0.05)
+        running = await num_running(engine._http)
     attestation = await update(engine, new, mode)
     return attestation, await asyncio.gather(*tasks)
 
@@ -125,14 +145,18 @@ async def update_in_flight(
 def cached_logprobs(
     models: Sequence[PreTrainedModel], request: Request, output: Sequence[int]
 ) -> np.ndarray:
-    """[len(output)] log-probabilities of given tokens, the i-th under models[i] over one cache."""
+    """[len(output)] log-probabilities of given tokens, the i-th under models[i] over one cache; a
+    run of the same model is one forward pass."""
     cache = DynamicCache(config=models[0].config)
-    pending, logprobs = list(request.token_ids), []
-    for model, token in zip(models, output, strict=True):
-        logits = model(input_ids=torch.tensor([pending]), cache=cache, use_cache=True).logits
-        logprobs.append(processed(logits[0, -1].numpy(), request.sampling)[token])
-        pending = [token]
-    return np.array(logprobs)
+    pending, rows, start = list(request.token_ids), [], 0
+    for model, run in groupby(models, key=lambda each: each):
+        end = start + len(list(run))
+        fed = torch.tensor([[*pending, *output[start : end - 1]]])
+        logits = model(input_ids=fed, cache=cache, use_cache=True).logits[0]
+        rows.extend(logits[start - end :].numpy())
+        pending, start = [output[end - 1]], end
+    logprobs = (processed(row, request.sampling) for row in rows)
+    return np.array([row[token] for row, token in zip(logprobs, output, strict=True)])
 
 
 def largest_error(expected: np.ndarray, generation: Generation) -> float:

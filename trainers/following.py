@@ -33,22 +33,23 @@ class Standing:
 
 
 def standing(entries: Sequence[Entry], batch: int) -> Standing | None:
-    """The newest admission of `batch` that was not refused, or None while there is none."""
+    """The newest admission of `batch`, unless it is refused, or None while there is none.
+
+    Gate 2's newest word on it counts: a waiver has a refused batch accepted after all.
+    """
     admitted = None
-    accepted: dict[int, Entry] = {}
-    refused: set[int] = set()
+    word: dict[int, Entry] = {}
     for entry in entries:
         if entry.batch != batch:
             continue
         if entry.kind == "batch_admitted":
             admitted = entry.seq
-        elif entry.kind == "batch_accepted":
-            accepted[entry.details["admission"]] = entry
-        elif entry.kind == "batch_refused":
-            refused.add(entry.details["admission"])
-    if admitted is None or admitted in refused:
+        elif entry.kind in ("batch_accepted", "batch_refused"):
+            word[entry.details["admission"]] = entry
+    newest = None if admitted is None else word.get(admitted)
+    if admitted is None or (newest is not None and newest.kind == "batch_refused"):
         return None
-    return Standing(admitted, accepted.get(admitted))
+    return Standing(admitted, newest)
 
 
 def cycle_is_closed(entries: Sequence[Entry], cycle: int) -> bool:

@@ -25,7 +25,9 @@ import torch.distributed as dist
 
 from schemas.config import RunConfig, parse_run_config
 from tasks.lake import Entry, Lake, Ledger, read_batch
+from tasks.weights import anchors, checkpoints
 from tasks.weights.anchors import read_anchor
+from tasks.weights.store import open_store
 from trainers import checkpoint, ranks
 from trainers.following import Follower
 from trainers.optimizer import AdamWSettings, MasterAdamW
@@ -79,10 +81,11 @@ class Job:
         rows[0] |= {"stall_s": stall_s, "score_s": score_s}
         started = time.monotonic()
         path = checkpoint.relative_path(batch.batch, self.follower.lease)
-        folder = run_folder(self.config)
-        checkpoint.save(folder / path, self.optimizer, batch.batch)
+        store = open_store(self.config)
+        checkpoint.save(store.folder / path, self.optimizer, batch.batch)
         if dist.get_rank() == 0:
-            self._append("steps", finished_rows(rows, folder, path, started))
+            store.put(path, checkpoints.MANIFEST)
+            self._append("steps", finished_rows(rows, store.folder, path, started))
             log.info("batch %d is trained; checkpoint %s", batch.batch, path)
         return True
 
@@ -124,9 +127,13 @@ class Job:
         )
 
 
-def run_folder(config: RunConfig) -> Path:
-    """Where the run's weights and checkpoints live."""
-    return Path(config.run.store) / config.run.run_id
+def fetched(config: RunConfig, relative: str, manifest: str) -> Path:
+    """A folder of the store on this machine. Called by every rank: the first one copies it."""
+    store = open_store(config)
+    if dist.get_rank() == 0:
+        store.get(relative, manifest)
+    dist.barrier()
+    return store.get(relative, manifest)
 
 
 def publication(config: RunConfig, ledger: Ledger, version: int) -> Path:
@@ -137,7 +144,7 @@ def publication(config: RunConfig, ledger: Ledger, version: int) -> Path:
             f"the ledger of run {config.run.run_id} has no published version {version}; run the "
             "cycle again, which publishes it from its checkpoint."
         )
-    return run_folder(config) / entry.details["uri"]
+    return fetched(config, entry.details["uri"], anchors.MANIFEST)
 
 
 def open_job(arguments: argparse.Namespace) -> tuple[Job, int]:
@@ -168,7 +175,8 @@ def open_job(arguments: argparse.Namespace) -> tuple[Job, int]:
         optimizer.load(read_anchor(initial).items(), str(initial))
     else:
         assert trained.checkpoint is not None
-        batch = checkpoint.load(run_folder(config) / trained.checkpoint, optimizer)
+        folder = fetched(config, trained.checkpoint, checkpoints.MANIFEST)
+        batch = checkpoint.load(folder, optimizer)
         assert batch == trained.batch, f"{trained.checkpoint} holds batch {batch}"
     follower = Follower(ledger, arguments.cycle, arguments.lease)
     return Job(config, lake, follower, policy, optimizer), batch

@@ -15,7 +15,6 @@ that the controller runs afterwards shows that it is also what computes.
 # pyright: reportMissingImports=false
 # vLLM lives in the servers' environment, where no other file of ours needs it.
 
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,7 +72,6 @@ class PublicationReceiver(WeightTransferEngine[NoInit, PublicationInfo]):
         self.root_hash: str | None = None
         """Of the values that were loaded last; None before the first and after a failed load."""
         self.refusal: str | None = None
-        self.seconds = 0.0
 
     def init_transfer_engine(self, init_info: NoInit) -> None:
         return
@@ -89,7 +87,6 @@ class PublicationReceiver(WeightTransferEngine[NoInit, PublicationInfo]):
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Without the base class's synchronisation of an accelerator, which a CPU has not."""
-        started_s = time.perf_counter()
         try:
             self.receive_weights(self.parse_update_info(update_info))
         except Exception as error:
@@ -97,7 +94,6 @@ class PublicationReceiver(WeightTransferEngine[NoInit, PublicationInfo]):
             self.refusal = f"{type(error).__name__}: {error}"
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
-        self.seconds = time.perf_counter() - started_s
 
     def receive_weights(self, update_info: PublicationInfo) -> None:
         """Verifies a publication on the side, then loads it.
@@ -151,13 +147,12 @@ class Holding:
 
     def held_weights(self) -> dict[str, Any]:
         """`root_hash` of the loaded values (None: neither version), `refusal` of the last update
-        or None, `seconds` that the last update took, and the extents of the model; the layers
-        counted are all that routing is reported for, with a router or without."""
+        or None, and the extents of the model; the layers counted are all that routing is reported
+        for, with a router or without."""
         receiver, model = self.weight_transfer_engine, self.vllm_config.model_config
         return {
             "root_hash": receiver.root_hash,
             "refusal": receiver.refusal,
-            "seconds": receiver.seconds,
             "vocab_size": model.get_vocab_size(),
             "num_layers": model.get_total_num_hidden_layers(),
             "num_experts": model.get_num_experts(),

@@ -1,8 +1,11 @@
 """The rules of both gates."""
 
-from schemas.expectations import gate1, gate2
-from schemas.expectations.rule import Rule
+from schemas.expectations import drift, routing, scores, segments, trajectories, windows
+from schemas.expectations.rule import Drift, Rule
 
-RULES: dict[int, tuple[Rule, ...]] = {1: gate1.RULES, 2: gate2.RULES}
+RULES: dict[int, tuple[Rule, ...]] = {
+    1: (*segments.RULES, *routing.RULES, *trajectories.RULES, *windows.RULES),
+    2: (*scores.RULES, *drift.RULES),
+}
 
-__all__ = ["RULES", "Rule"]
+__all__ = ["RULES", "Drift", "Rule"]

@@ -1,7 +1,15 @@
 """Every table of the lake, by name."""
 
 from schemas.tables.governance import DECISIONS, LEDGER, LEDGER_KINDS, QUARANTINE, VALIDATIONS
-from schemas.tables.rollouts import KINDS, REQUESTS, ROUTING, SEGMENTS, STATUSES, TRAJECTORIES
+from schemas.tables.rollouts import (
+    KINDS,
+    ORIGINS,
+    REQUESTS,
+    ROUTING,
+    SEGMENTS,
+    STATUSES,
+    TRAJECTORIES,
+)
 from schemas.tables.table import SCHEMA_VERSION, Column, Table
 from schemas.tables.training import ATTESTATIONS, BATCHES, EVALS, PUBLICATIONS, SCORES, STEPS
 
@@ -28,6 +36,7 @@ TABLES: dict[str, Table] = {
 __all__ = [
     "KINDS",
     "LEDGER_KINDS",
+    "ORIGINS",
     "SCHEMA_VERSION",
     "STATUSES",
     "TABLES",

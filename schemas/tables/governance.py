@@ -36,12 +36,19 @@ VALIDATIONS = Table(
         optional(
             "observed",
             pa.float64(),
-            "Largest value of the rule's counter; NULL where nothing was counted.",
+            "Largest value of the rule's counter, or a drift rule's statistic; NULL where there "
+            "was nothing to count.",
         ),
         required("expected", pa.string(), "Range the rule allows."),
         required("ok", pa.bool_(), "Whether it held."),
         required("num_failed", pa.int64(), "Profile rows outside the range."),
         required("judged_at", TIMESTAMP, "When."),
+        optional(
+            "waived_by",
+            pa.int64(),
+            "seq of the decision_adopted row whose waiver keeps this result from counting; NULL if "
+            "none does.",
+        ),
     ),
     sort_by=("gate", "rule"),
     dictionary=("rule", "severity", "scope"),
@@ -72,16 +79,20 @@ QUARANTINE = Table(
 
 DECISIONS = Table(
     name="decisions",
-    description="A reviewer's approve or waive, which the controller adopts.",
+    description="A reviewer's word on a refusal: one row for an approval, one a rule for a waiver. "
+    "It counts once the controller adopts it.",
     columns=(
-        required("decision", pa.string(), "approve or waive."),
-        required("admission", pa.int64(), "Admission decided on."),
+        required("decision", pa.string(), "approve (it stays refused) or waive (it may be used)."),
+        required("refusal", pa.int64(), "seq of the batch_refused row decided on."),
+        optional(
+            "admission", pa.int64(), "Admission that was refused; NULL for a refusal at gate 1."
+        ),
         optional("rule", pa.string(), "Rule waived; NULL for an approval."),
         required("reviewer", pa.string(), "Who decided."),
         required("reason", pa.string(), "Why."),
         required("decided_at", TIMESTAMP, "When."),
     ),
-    sort_by=("decided_at",),
+    sort_by=("decided_at", "rule"),
 )
 
 LEDGER = Table(

@@ -20,6 +20,7 @@ SEGMENT_INDEX = required("segment_index", pa.int32(), "Segment within the sequen
 KINDS = ("prompt", "action", "observation", "summary")
 STATUSES = ("completed", "truncated", "aborted", "failed")
 SPLITS = ("train", "heldout")
+ORIGINS = ("verl", "trl", "prime-rl")
 DRIFTS = ("clean", "realign", "fork")
 
 
@@ -52,14 +53,14 @@ SEGMENTS = Table(
         optional(
             "weight_version",
             pa.int64(),
-            "Weight version that produced the tokens' logits; NULL unless action. Staleness is "
-            "measured from it.",
+            "Weight version that produced the tokens' logits; NULL unless action, and where an "
+            "import does not know it. Staleness is measured from it.",
         ),
         optional(
             "kv_version_min",
             pa.int64(),
             "Oldest weight version behind any cache entry the tokens attended to; NULL unless "
-            "action. Below weight_version after a `keep` update in flight.",
+            "action, and in imports. Below weight_version after a `keep` update in flight.",
         ),
         required(
             "token_ids", pa.list_(pa.int32()), "Token ids as sampled or sent, never re-encoded."
@@ -68,8 +69,8 @@ SEGMENTS = Table(
             "rollout_logprobs",
             pa.list_(pa.float32()),
             "Natural log of the probability each token was really drawn at (after temperature and "
-            "truncation), as long as token_ids; NULL unless action. The denominator of every "
-            "importance weight.",
+            "truncation), as long as token_ids; NULL unless action, and where an import does not "
+            "know it. The denominator of every importance weight.",
         ),
     ),
     sort_by=("trajectory_id", "sequence_index", "segment_index"),
@@ -122,7 +123,8 @@ _SAMPLING = pa.struct(
 
 TRAJECTORIES = Table(
     name="trajectories",
-    description="One row a rollout: what was asked, how it ended, what it earned.",
+    description="One row a rollout: what was asked, how it ended, what it earned. Of an imported "
+    "rollout, what its source does not say is NULL in any column but the identifiers.",
     columns=(
         TRAJECTORY_ID,
         required("group_id", pa.int64(), "Group of rollouts of one task, in dispatch order."),
@@ -140,7 +142,10 @@ TRAJECTORIES = Table(
         ),
         required("status", pa.string(), "completed, truncated (a length cap), aborted or failed."),
         required(
-            "finish_reason", pa.string(), "The last turn's: stop, length, abort, or the failure."
+            "finish_reason",
+            pa.string(),
+            "The last turn's: stop, length or abort; context where the next observation had no "
+            "room in the model; or the failure.",
         ),
         optional(
             "reward",
@@ -192,6 +197,18 @@ TRAJECTORIES = Table(
         required(
             "messages", pa.string(), "The conversation as JSON text, for people; never re-encoded."
         ),
+        optional(
+            "origin",
+            pa.string(),
+            "Framework that sampled it, for an imported rollout: verl, trl or prime-rl; NULL for "
+            "one sampled here. Only rollouts sampled here are ever trained.",
+        ),
+        optional(
+            "origin_details",
+            pa.string(),
+            "Fields of the imported record that no column holds, as JSON text; NULL for a rollout "
+            "sampled here.",
+        ),
     ),
     sort_by=("trajectory_id",),
     dictionary=(
@@ -206,10 +223,12 @@ TRAJECTORIES = Table(
         "chat_template_sha256",
         "tokenizer_sha256",
         "task_id",
+        "origin",
     ),
     checks={
         "split_known": _one_of("split", SPLITS),
         "status_known": _one_of("status", STATUSES),
+        "origin_known": _one_of("origin", ORIGINS),
     },
 )
 

@@ -16,17 +16,20 @@
 -- num_audited                 tokens of the audit sample, with a log-probability at their own version
 -- policy_drift_mean_abs       mean |old - own|, over those
 -- engine_mismatch_mean_abs, engine_mismatch_max_abs   of |own - rollout|, over those
-WITH tokens AS (
-    SELECT *, own_version_logprob AS own_logprob FROM token_scores
+WITH sequences AS (
+    SELECT run_id, step, sum(delta) AS s, max(delta) AS peak,
+        avg(-old_logprob) - avg(-rollout_logprob) AS ppl_diff
+    FROM token_scores GROUP BY run_id, step, trajectory_id, sequence_index
 ),
 peaks AS (
-    SELECT run_id, step, max(delta) AS peak FROM tokens GROUP BY run_id, step
+    SELECT run_id, step, max(peak) AS peak, max(2 * s) AS sequence_peak
+    FROM sequences GROUP BY run_id, step
 ),
 by_step AS (
     SELECT run_id, step, any_value(batch) AS batch, count(*) AS num_tokens,
         exp(any_value(peak)) AS w_max,
         any_value(peak) + ln(sum(exp(delta - peak))) AS log_sum_w,
-        2 * any_value(peak) + ln(sum(exp(2 * (delta - peak)))) AS log_sum_w2,
+        2 * any_value(peak) + ln(sum(exp(delta - peak) * exp(delta - peak))) AS log_sum_w2,
         exp(quantile_cont(delta, 0.99)) AS w_p99,
         avg((delta > ln(2))::INTEGER) AS frac_w_gt_2,
         avg(-delta) AS kl_k1,
@@ -35,25 +38,18 @@ by_step AS (
         avg(exp(abs(delta))) AS token_mult_prob_error,
         avg((correction LIKE '%_tis' AND correction_weight >= w_cap::FLOAT)::INTEGER) AS capped_frac,
         avg((NOT included)::INTEGER) AS masked_frac,
-        count(own_logprob) AS num_audited,
-        avg(abs(old_logprob - own_logprob)) AS policy_drift_mean_abs,
-        avg(abs(own_logprob - rollout_logprob)) AS engine_mismatch_mean_abs,
-        max(abs(own_logprob - rollout_logprob)) AS engine_mismatch_max_abs
-    FROM tokens JOIN peaks USING (run_id, step)
+        count(own_version_logprob) AS num_audited,
+        avg(abs(old_logprob - own_version_logprob)) AS policy_drift_mean_abs,
+        avg(abs(own_version_logprob - rollout_logprob)) AS engine_mismatch_mean_abs,
+        max(abs(own_version_logprob - rollout_logprob)) AS engine_mismatch_max_abs
+    FROM token_scores JOIN peaks USING (run_id, step)
     GROUP BY run_id, step
-),
-sequences AS (
-    SELECT run_id, step, sum(delta) AS s, avg(-old_logprob) - avg(-rollout_logprob) AS ppl_diff
-    FROM token_scores GROUP BY run_id, step, trajectory_id, sequence_index
-),
-sequence_peaks AS (
-    SELECT run_id, step, max(2 * s) AS peak FROM sequences GROUP BY run_id, step
 ),
 by_sequence AS (
     SELECT run_id, step, count(*) AS num_sequences,
-        any_value(peak) + ln(avg(exp(2 * s - peak))) AS log_chi2_seq_plus_1,
+        any_value(sequence_peak) + ln(avg(exp(2 * s - sequence_peak))) AS log_chi2_seq_plus_1,
         avg(ppl_diff) AS log_ppl_diff
-    FROM sequences JOIN sequence_peaks USING (run_id, step) GROUP BY run_id, step
+    FROM sequences JOIN peaks USING (run_id, step) GROUP BY run_id, step
 )
 SELECT run_id, step, batch, num_tokens, num_sequences, w_max,
     exp(log_sum_w - ln(num_tokens)) AS w_mean, w_p99, frac_w_gt_2, kl_k1,

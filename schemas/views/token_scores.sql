@@ -13,7 +13,7 @@
 -- correction, w_cap     correction of the step and its cap
 -- entropy               nats, at the sampling temperature
 SELECT
-    p.run_id, st.step, p.batch, st.minibatch, p.admission, p.trajectory_id, p.sequence_index,
+    p.run_id, p.step, p.batch, p.minibatch, p.admission, p.trajectory_id, p.sequence_index,
     p.segment_index, p.turn_index,
     p.start_position + i AS position,
     p.token_ids[i + 1] AS token_id,
@@ -26,16 +26,19 @@ SELECT
     p.included[i + 1] AS included,
     p.entropies[i + 1]::DOUBLE AS entropy,
     p.batch - 1 - p.weight_version AS lag_versions,
-    st.num_minibatches * (p.batch - 1 - p.weight_version) + st.minibatch - 1 AS lag_steps,
-    st.correction, st.w_cap
+    p.num_minibatches * (p.batch - 1 - p.weight_version) + p.minibatch - 1 AS lag_steps,
+    p.correction, p.w_cap
 FROM (
     SELECT s.run_id, c.admission, c.batch, s.trajectory_id, s.sequence_index, s.segment_index,
         s.turn_index, s.start_position, s.token_ids, s.rollout_logprobs, s.weight_version,
         s.kv_version_min, c.old_logprobs, c.own_version_logprobs, c.correction_weights,
         c.included, c.entropies,
-        -- One unnest of the index, so that lists of unlike length cannot slide past each other.
+        st.step, st.minibatch, st.num_minibatches, st.correction, st.w_cap,
+        -- One unnest of the index, so that lists of unlike length cannot slide past each other; last,
+        -- so that what joins are segments and not tokens.
         unnest(range(len(s.token_ids))) AS i
     FROM segments s
     JOIN scores c USING (run_id, trajectory_id, sequence_index, segment_index)
+    JOIN step_trajectories st ON st.run_id = s.run_id AND st.admission = c.admission
+        AND st.trajectory_id = s.trajectory_id
 ) p
-JOIN step_trajectories st USING (run_id, admission, trajectory_id)

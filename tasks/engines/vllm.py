@@ -170,14 +170,15 @@ class VllmEngine:
             version = self._version
             if version is None:
                 raise EngineLost(f"engine {self._engine_id} has not attested any version.")
+            label = self._label(version)
             sent_at_s = time.perf_counter()
-            salt = self._label(version) if self._settings.prefix_cache == "salt" else None
+            salt = label if self._settings.prefix_cache == "salt" else None
             asked = payload(request, salt, self._max_model_tokens)
             body = await self._http.post("/inference/v1/generate", asked)
             answered_at_s = time.perf_counter()
         # A version that is being attested counts once it is.
         await self._settled.wait()
-        answer = self._read(request, body, version)
+        answer = self._read(request, body, version, label)
         return answer.generation(
             version=version,
             cache_outlives_update=self._settings.prefix_cache == "salt",
@@ -259,15 +260,16 @@ class VllmEngine:
     def _label(self, version: int) -> str:
         return f"{self._attachment}-{version}"
 
-    def _read(self, request: Request, body: Any, sent_under: int) -> Answer:
-        """The answer to a request that was sent under a version, all of its weights attested."""
+    def _read(self, request: Request, body: Any, sent_under: int, label: str) -> Answer:
+        """The answer to a request sent under a version with that label, all weights attested."""
         try:
             answer = read_answer(request, body, self._attested)
             if any(version < sent_under for _, _, version in answer.spans):
                 raise ValueError(f"a token of a version before {sent_under}, when it was sent")
         except (ValueError, KeyError, TypeError, IndexError) as error:
-            # Unless the request is from before an attestation that says more than this.
-            if sent_under in self._attested.values():
+            # Unless the request is from before an attestation that says more than this; an earlier
+            # attachment may have had the same version, so its number would not tell.
+            if label in self._attested:
                 self._version = None
             raise EngineLost(
                 f"engine {self._engine_id} answered request {request.request_id} with what is no "

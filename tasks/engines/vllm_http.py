@@ -11,7 +11,9 @@ import httpx
 
 from tasks.engines.protocol import EngineLoad, EngineLost, EngineTimeout
 
-_CONNECT_TIMEOUT_S = 5.0
+_CONNECT_TIMEOUT_S = 30.0
+"""Not less, since a burst of requests from a busy machine takes seconds to connect, and the server
+would be taken for lost; one that has ended refuses at once."""
 _PREEMPTIONS = "vllm:num_preemptions_total"
 _KV_CACHE_USAGE = "vllm:kv_cache_usage_perc"
 _QUERIES = "vllm:prefix_cache_queries_total"

@@ -93,12 +93,14 @@ class LocalServer:
         """Returns once `healthy()`; raises `EngineLost` if the process ends or takes too long."""
         assert self._process is not None
         until_s = time.monotonic() + self._startup_timeout_s
-        while (code := self._process.poll()) is not None or not await healthy():
-            if code is not None:
+        while True:
+            if (code := self._process.poll()) is not None:
                 raise EngineLost(
                     f"The vLLM server ended with code {code} before it answered; the end of "
                     f"{self._log}:\n{log_end(self._log)}"
                 )
+            if await healthy():
+                return
             if time.monotonic() > until_s:
                 raise EngineLost(
                     f"The vLLM server has not answered for {self._startup_timeout_s:g} s; read "

@@ -45,7 +45,8 @@ FROM trajectories t FULL JOIN found f USING (trajectory_id)
 WHERE NOT (f.trajectory_id IS NULL AND t.trajectory_id IN (SELECT trajectory_id FROM expired))
     AND (t.trajectory_id IS NULL OR coalesce(f.tokens, 0) != t.num_tokens
         OR coalesce(f.actions, 0) != t.num_action_tokens OR f.distinct_segments != f.segments
-        OR f.displaced > 0 OR f.unequal > 0)
+        -- Of an import, log-probabilities may be unknown.
+        OR f.displaced > 0 OR (f.unequal > 0 AND t.origin IS NULL))
 ORDER BY coalesce(t.trajectory_id, f.trajectory_id)
 """
 

@@ -67,7 +67,8 @@ def read_batch(lake: Lake, run_id: str, admission: int) -> Batch:
     """Reads an admitted batch and everything in it that was sampled.
 
     Raises:
-        ValueError: the ledger has no such admission, or the lake's rows do not agree with it.
+        ValueError: the ledger has no such admission, the lake's rows do not agree with it, or
+            one of them was imported.
     """
     entry = lake.ledger(run_id).last("batch_admitted", seq=admission)
     if entry is None or entry.batch is None:
@@ -85,6 +86,12 @@ def read_batch(lake: Lake, run_id: str, admission: int) -> Batch:
             f"Batch {entry.batch} (admission {admission}) of run {run_id} has "
             f"{len(ids)} trajectories, the lake shows {len(found)} rows for them (missing: "
             f"{missing or 'none'}); restore the lake from a backup."
+        )
+    if imported := pc.call_function("drop_null", [trajectories.column("origin")]).to_pylist():
+        raise ValueError(
+            f"Batch {entry.batch} (admission {admission}) of run {run_id} holds {len(imported)} "
+            f"rollouts imported from {imported[0]}; only rollouts sampled here are trained. Start "
+            "a run under another name."
         )
     return Batch(
         batch=entry.batch,

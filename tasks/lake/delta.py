@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import pyarrow as pa
-from deltalake import CommitProperties, DeltaTable, Transaction
+from deltalake import CommitProperties, DeltaTable, PostCommitHookProperties, Transaction
 from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundError
 from deltalake.transaction import AddAction
 
@@ -266,6 +266,10 @@ class LakeTable:
                 commit_properties=CommitProperties(
                     max_commit_retries=MAX_COMMIT_RETRIES,
                     app_transactions=None if transaction is None else [transaction],
+                ),
+                # Looking for expired log entries lists the whole log, which a commit need not do.
+                post_commithook_properties=PostCommitHookProperties(
+                    cleanup_expired_logs=(self._handle.version() + 1) % CHECKPOINT_INTERVAL == 0
                 ),
             )
 

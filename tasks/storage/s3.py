@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from tasks.storage.errors import explain_errors
@@ -103,6 +104,18 @@ class S3Storage:
             get = partial(self.client.get_object, Bucket=self.bucket, Key=self._key(path))
             return self.patiently(lambda: get()["Body"].read())
 
+    def upload(self, source: Path, path: str) -> None:
+        """Puts a file of any size, in parts where it is large."""
+        with explain_errors(f"write {self.location(path)}", self.uri, *_errors()):
+            put = partial(self.client.upload_file, str(source), self.bucket)
+            self.patiently(partial(put, self._key(path)))
+
+    def download(self, path: str, target: Path) -> None:
+        """Gets a file of any size."""
+        with explain_errors(f"read {self.location(path)}", self.uri, *_errors()):
+            get = partial(self.client.download_file, self.bucket, self._key(path))
+            self.patiently(partial(get, str(target)))
+
     def exists(self, path: str) -> bool:
         from botocore.exceptions import ClientError
 
@@ -173,9 +186,10 @@ class S3Storage:
 
 
 def _errors() -> tuple[type[Exception], ...]:
+    from boto3.exceptions import Boto3Error
     from botocore.exceptions import BotoCoreError, ClientError
 
-    return BotoCoreError, ClientError
+    return Boto3Error, BotoCoreError, ClientError
 
 
 def _is_outage(error: Exception) -> bool:

@@ -47,6 +47,11 @@ class Publication:
     seconds: float
 
 
+def anchor_name(version: int, lease: int) -> str:
+    """Name of a version's folder; the lease keeps zombies apart."""
+    return f"v{version:08d}-{lease:06d}"
+
+
 def write_anchor(
     store_dir: str | Path,
     *,
@@ -70,7 +75,7 @@ def write_anchor(
     """
     started = time.monotonic()
     store = Path(store_dir).absolute()
-    target = store / f"v{version:08d}-{lease:06d}"
+    target = store / anchor_name(version, lease)
     if (target / MANIFEST).is_file():
         return _same_or_refuse(target, root_hash_of_stream(tensors))
     building = store / f".{target.name}.building"

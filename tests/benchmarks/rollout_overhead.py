@@ -21,7 +21,7 @@ from rich.console import Console
 
 from flows.attachment import attach
 from flows.engines import build_engines
-from flows.opening import OpenRun, find_run, holding_lease, published_dir, take_run
+from flows.opening import OpenRun, find_run, holding_lease, take_run
 from flows.run_file import load_run_file
 from flows.windows import commit_window, gate1_limits
 from schemas.config import RunConfig
@@ -163,7 +163,7 @@ async def main() -> None:
         config = configuration(Path(folder))
         run = find_run(config, str(RUN_FILE), lambda event: None)
         take_run(run)
-        engines = build_engines(config, published_dir(run, 0)[0])
+        engines = build_engines(run)
         fleet = Fleet(engines, patience_s=60.0)
         try:
             context = await holding_lease(run, attach(run, fleet))

@@ -21,10 +21,8 @@ def after(kind: str, number: int) -> Reached:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory, tiny_policies: Path):
-    tiny = TinyRun(tmp_path_factory.mktemp("uninterrupted"), tiny_policies)
-    result = tiny.run("--no-prefect")
-    assert result.returncode == 0, result.stderr
+def uninterrupted(finished_run):
+    tiny, _ = finished_run
     return tiny.canonical_ledger()
 
 
@@ -41,12 +39,17 @@ def rank_processes(tiny: TinyRun) -> list[int]:
     return found
 
 
-def kill_and_run_again(tiny: TinyRun, reached: Reached) -> None:
-    """Kills the controller once the ledger is there, and takes the run to its end."""
+def kill_once(tiny: TinyRun, reached: Reached) -> None:
+    """Starts the controller and kills it once it holds the run and the ledger is there."""
+    leases = 0 if not (tiny.root / "lake").exists() else count(tiny.entries, "lease_taken")
+    holds = after("lease_taken", leases + 1)
     with tiny.start("--no-prefect") as process:
-        tiny.wait_for(reached)
+        tiny.wait_for(lambda entries: holds(entries) and reached(entries))
         process.kill()
         process.communicate()
+
+
+def run_to_its_end(tiny: TinyRun) -> None:
     result = tiny.run("--no-prefect")
     assert result.returncode == 0, result.stderr
 
@@ -59,22 +62,23 @@ def assert_ended_like(tiny: TinyRun, uninterrupted: list) -> None:
     assert tiny.trained_twice() == []
 
 
-@pytest.mark.parametrize(
-    "reached",
-    [
-        after("cycle_opened", 1),
-        after("rollouts_recorded", 1),
-        after("batch_admitted", 1),
-        after("batch_accepted", 2),
-        after("batch_trained", 3),
-    ],
-    ids=["opened", "recorded", "admitted", "accepted", "trained"],
-)
-def test_kill_of_the_controller(tiny_run, uninterrupted, reached: Reached):
+def test_kills_of_the_controller(tiny_run, uninterrupted):
+    """One run, killed at each of these; after each kill it is as far as it would be without."""
     tiny = tiny_run()
-    kill_and_run_again(tiny, reached)
+    for kind, number in (
+        ("cycle_opened", 1),
+        ("rollouts_recorded", 1),
+        ("batch_admitted", 1),
+        ("batch_accepted", 2),
+        ("batch_trained", 3),
+    ):
+        kill_once(tiny, after(kind, number))
+        so_far = tiny.canonical_ledger()
+        assert so_far == uninterrupted[: len(so_far)], f"killed at {kind} {number}"
+    assert len(so_far) < len(uninterrupted)
+    run_to_its_end(tiny)
     assert_ended_like(tiny, uninterrupted)
-    assert count(tiny.entries, "lease_taken") == 2
+    assert count(tiny.entries, "lease_taken") == 6
 
 
 def test_kill_of_the_trainer(tiny_run, uninterrupted):
@@ -88,8 +92,7 @@ def test_kill_of_the_trainer(tiny_run, uninterrupted):
         _, stderr = process.communicate(timeout=120)
     assert process.returncode == 1
     assert "The trainer job ended" in stderr and "Run the same command again" in stderr
-    result = tiny.run("--no-prefect")
-    assert result.returncode == 0, result.stderr
+    run_to_its_end(tiny)
     assert_ended_like(tiny, uninterrupted)
 
 
@@ -122,10 +125,11 @@ def test_a_second_controller_is_told_who_holds_the_run(tiny_run):
 ASYNCHRONOUS = ("asynchrony.k=2", "asynchrony.update=keep", "trainer.learning_rate=5e-5")
 
 
-@pytest.mark.parametrize("reached", [after("batch_admitted", 1), after("version_published", 3)])
-def test_kill_of_an_asynchronous_controller_loses_and_doubles_nothing(tiny_run, reached: Reached):
+def test_kills_of_an_asynchronous_controller_lose_and_double_nothing(tiny_run):
     tiny = tiny_run(*ASYNCHRONOUS)
-    kill_and_run_again(tiny, reached)
+    kill_once(tiny, after("batch_admitted", 1))
+    kill_once(tiny, after("version_published", 3))
+    run_to_its_end(tiny)
     connection = connect(tiny.lake)
     ends = connection.sql("SELECT ended, count(*) FROM trajectory_ends GROUP BY 1").fetchall()
     assert dict(ends)["trained"] == 128 and {row[0] for row in ends} <= {"trained", "dropped"}

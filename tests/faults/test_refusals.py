@@ -1,5 +1,5 @@
-"""A batch that breaks its contract stops the cycle before any backward pass, and the next run of
-the same command goes on."""
+"""A batch that breaks its contract stops the cycle before any backward pass, and the run waits
+until a person has decided."""
 
 import shutil
 from collections.abc import Callable
@@ -10,10 +10,12 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from flows.attachment import EngineRefused
-from flows.commits import BatchRefused
 from flows.engines import build_engines
+from flows.opening import OpenRun
+from flows.refusals import BatchRefused
 from flows.run import execute_run_sync
 from schemas.config import RunConfig
+from tasks.decisions import decide, refusing_rules, undecided
 from tasks.engines.protocol import Attestation, Generation, Request, RolloutEngine
 from tasks.query import connect
 from tasks.warm_start import starting_checkpoint
@@ -66,8 +68,8 @@ def claim_a_later_version(request: Request, generation: Generation) -> Generatio
 
 
 def run_with(tiny: TinyRun, spoil) -> None:
-    def make_engines(config: RunConfig, model_dir: Path) -> list[RolloutEngine]:
-        return [FaultyEngine(engine, spoil) for engine in build_engines(config, model_dir)]
+    def make_engines(run: OpenRun) -> list[RolloutEngine]:
+        return [FaultyEngine(engine, spoil) for engine in build_engines(run)]
 
     execute_run_sync(tiny.config, "tiny.toml", make_engines=make_engines)
 
@@ -79,51 +81,149 @@ def assert_nothing_was_trained(tiny: TinyRun) -> None:
     assert not (tiny.root / "store" / RUN_ID / "checkpoints").exists()
 
 
-def assert_the_next_run_goes_on(tiny: TinyRun) -> None:
-    # In this process, which still holds the lease of the run that was refused.
-    execute_run_sync(tiny.config, "tiny.toml")
-    assert count(tiny.entries, "cycle_closed") == 2
-    trained = [e.batch for e in tiny.entries if e.kind == "batch_trained"]
-    assert trained == [1, 2, 3, 4]
-    ended = connect(tiny.lake).sql("SELECT DISTINCT ended FROM trajectory_ends").fetchall()
-    assert {row[0] for row in ended} <= {"trained", "refused", "quarantined", "dropped"}
+def open_refusal(tiny: TinyRun) -> int:
+    (refusal,) = undecided(tiny.entries)
+    return refusal.seq
+
+
+def assert_the_run_waits(tiny: TinyRun, *options: str) -> None:
+    """Calling again samples nothing, writes nothing and names the two answers."""
+    refusal, before = open_refusal(tiny), len(tiny.entries)
+    result = tiny.run(*options)
+    assert result.returncode == 1 and "Traceback" not in result.stderr
+    on = f"--lake {tiny.lake.uri} --run {RUN_ID} --refusal {refusal}"
+    assert f"rollhouse approve {on} --reason TEXT" in result.stderr
+    assert f"rollhouse waive {on} --rule " in result.stderr
+    assert len(tiny.entries) == before
+
+
+def approve(tiny: TinyRun) -> None:
+    decide(tiny.lake, RUN_ID, open_refusal(tiny), reviewer="Ada", reason="the engine is broken")
+
+
+def waive(tiny: TinyRun, *rules: str) -> None:
+    refusal = open_refusal(tiny)
+    decide(tiny.lake, RUN_ID, refusal, rules=rules, reviewer="Ada", reason="known, harmless")
+
+
+def kill_after_the_decision(tiny: TinyRun) -> None:
+    """Kills the controller that adopts a second decision before it does what follows from it."""
+    # This process lives and holds the lease of the refused run.
+    with tiny.start("--no-prefect", "--take-over") as process:
+        tiny.wait_for(lambda entries: count(entries, "decision_adopted") == 2)
+        process.kill()
+        process.communicate()
+
+
+def assert_every_rollout_ended(tiny: TinyRun, expected: dict[str, int]) -> None:
+    ended = connect(tiny.lake).sql("SELECT ended, count(*) FROM trajectory_ends GROUP BY 1")
+    assert dict(ended.fetchall()) == expected
+    assert tiny.trained_twice() == []
 
 
 def test_gate_2_stops_shifted_logprobs_before_any_backward_pass(tiny_run):
-    tiny = tiny_run()
+    tiny = tiny_run("run.num_cycles=1")
     with pytest.raises(BatchRefused) as refused:
         run_with(tiny, shift_by_one)
     message = str(refused.value)
     assert "own_version_mismatch" in message and "batch 1" in message
     assert "00000016-000-0" in message, "the first training group comes after 16 held-out ones"
     assert_nothing_was_trained(tiny)
+    assert_every_rollout_ended(tiny, {"refused": 32})
+    pages = tiny.root / "store" / RUN_ID / "data_docs" / "index.html"
+    assert f"Refusal {open_refusal(tiny)} waits for a person" in pages.read_text()
+    assert_the_run_waits(tiny)
+    approve(tiny)
+    # In this process, which still holds the lease of the run that was refused.
+    tiny.execute()
+    assert count(tiny.entries, "cycle_closed") == 1
+    assert [e.batch for e in tiny.entries if e.kind == "batch_trained"] == [1, 2]
     rows = tiny.lake.read("quarantine", run_id=RUN_ID).to_pylist()
     assert len(rows) == 32 and {row["action"] for row in rows} == {"refuse"}
-    assert_the_next_run_goes_on(tiny)
-    ended = dict(
-        connect(tiny.lake).sql("SELECT ended, count(*) FROM trajectory_ends GROUP BY 1").fetchall()
-    )
-    assert ended == {"trained": 128, "refused": 32}
+    assert_every_rollout_ended(tiny, {"trained": 64, "refused": 32})
+    assert "waits for a person" not in pages.read_text()
 
 
-@pytest.mark.parametrize(
-    ("spoil", "rule"),
-    [(lose_every_logprob, "logprobs_present"), (claim_a_later_version, "versions_published")],
-)
-def test_gate_1_stops_a_window_where_faults_are_the_rule(tiny_run, spoil, rule: str):
+def test_a_batch_whose_rules_are_waived_is_trained_with_the_scores_it_has(tiny_run):
+    tiny = tiny_run("run.num_cycles=1")
+    with pytest.raises(BatchRefused):
+        run_with(tiny, shift_by_one)
+    refusal = tiny.entries[open_refusal(tiny)]
+    rules = refusing_rules(tiny.lake, RUN_ID, refusal)
+    assert len(rules) > 1 and "logprobs_aligned" in rules
+    waive(tiny, "logprobs_aligned")
+    with pytest.raises(BatchRefused, match="own_version_mismatch"):
+        tiny.execute()
+    assert_nothing_was_trained(tiny)
+    assert_every_rollout_ended(tiny, {"refused": 32})
+    waive(tiny, *(rule for rule in rules if rule != "logprobs_aligned"))
+    # Killed between the decision and what follows from it, the next run does what is lacking.
+    kill_after_the_decision(tiny)
+    assert tiny.run("--no-prefect").returncode == 0
+    assert count(tiny.entries, "batch_admitted") == 2
+    (accepted, _) = [e for e in tiny.entries if e.kind == "batch_accepted"]
+    scores = tiny.lake.read("scores", run_id=RUN_ID, write_ids="all")
+    first = [row["write_id"] for row in scores.to_pylist() if row["batch"] == 1]
+    assert set(first) < set(accepted.write_ids), "the batch was scored once"
+    judged = tiny.lake.read("validations", run_id=RUN_ID, write_ids=accepted.write_ids).to_pylist()
+    adopted = [e.seq for e in tiny.entries if e.kind == "decision_adopted"]
+    waived = {row["rule"]: row["waived_by"] for row in judged if not row["ok"]}
+    assert waived == dict.fromkeys(rules, adopted[1]) | {"logprobs_aligned": adopted[0]}
+    assert_every_rollout_ended(tiny, {"trained": 64})
+
+
+def test_gate_1_stops_a_window_where_faults_are_the_rule(tiny_run):
+    tiny = tiny_run("run.num_cycles=1", "run.batches_per_cycle=1")
+    for spoil, rule in (
+        (lose_every_logprob, "logprobs_present"),
+        (claim_a_later_version, "versions_published"),
+    ):
+
+        def only_training(request: Request, generation: Generation, spoil=spoil) -> Generation:
+            group = int(request.request_id.split("-")[0])
+            return spoil(request, generation) if group >= 16 else generation
+
+        with pytest.raises(BatchRefused) as refused:
+            run_with(tiny, only_training)
+        assert rule in str(refused.value) and "00000016-000-0" in str(refused.value)
+        assert_nothing_was_trained(tiny)
+        assert tiny.lake.read("trajectories", run_id=RUN_ID, where="split = 'train'").num_rows == 0
+        approve(tiny)
+    tiny.execute()
+    assert count(tiny.entries, "cycle_closed") == 1
+    assert_every_rollout_ended(tiny, {"trained": 32})
+
+
+@pytest.mark.timeout(1200)  # Six runs, on a machine that may be busy.
+def test_a_window_whose_share_of_faults_is_waived_is_recorded_without_sampling_it_again(tiny_run):
     tiny = tiny_run("run.num_cycles=1", "run.batches_per_cycle=1")
 
-    def only_training(request: Request, generation: Generation) -> Generation:
+    def spoil_some(request: Request, generation: Generation) -> Generation:
         group = int(request.request_id.split("-")[0])
-        return spoil(request, generation) if group >= 16 else generation
+        is_one = group in (0, 1, 2, 3, 4, 16, 17, 18)
+        return lose_every_logprob(request, generation) if is_one else generation
 
-    with pytest.raises(BatchRefused) as refused:
-        run_with(tiny, only_training)
-    assert rule in str(refused.value) and "00000016-000-0" in str(refused.value)
-    assert_nothing_was_trained(tiny)
-    assert tiny.lake.read("trajectories", run_id=RUN_ID, where="split = 'train'").num_rows == 0
-    execute_run_sync(tiny.config, "tiny.toml")
-    assert count(tiny.entries, "cycle_closed") == 1
+    with pytest.raises(BatchRefused, match="the evaluation of version 0"):
+        run_with(tiny, spoil_some)
+    waive(tiny, "row_fault_share")
+    with pytest.raises(BatchRefused, match="32 trajectories meant for batch 1"):
+        run_with(tiny, spoil_some)
+    (evaluated,) = tiny.lake.read("evals", run_id=RUN_ID).to_pylist()
+    assert (evaluated["num_tasks"], evaluated["k"]) == (11, 1)
+    assert_the_run_waits(tiny, "--no-prefect")
+    waive(tiny, "row_fault_share")
+    shutil.copytree(tiny.root, tiny.root.with_name("before"))
+    assert tiny.run("--no-prefect", "--take-over").returncode == 0
+    uninterrupted = tiny.canonical_ledger()
+    assert_every_rollout_ended(tiny, {"quarantined": 12, "trained": 32})
+    rows = tiny.lake.read("trajectories", run_id=RUN_ID, where="split = 'train'", write_ids="all")
+    assert rows.num_rows == 32 + 12, "five groups are kept and three are sampled"
+
+    shutil.rmtree(tiny.root)
+    shutil.move(tiny.root.with_name("before"), tiny.root)
+    kill_after_the_decision(tiny)
+    assert tiny.run("--no-prefect").returncode == 0
+    assert tiny.canonical_ledger() == uninterrupted
 
 
 def test_one_bad_rollout_costs_its_group_and_no_more(tiny_run):
@@ -171,8 +271,8 @@ def test_an_engine_that_fails_its_probe_gets_no_request(tiny_run):
             doubled = tuple(2 * x for x in generation.logprobs)
             return replace(generation, logprobs=doubled)
 
-    def make_engines(config: RunConfig, model_dir: Path) -> list[RolloutEngine]:
-        return [RawEngine(engine, shift_by_one) for engine in build_engines(config, model_dir)]
+    def make_engines(run: OpenRun) -> list[RolloutEngine]:
+        return [RawEngine(engine, shift_by_one) for engine in build_engines(run)]
 
     with pytest.raises(EngineRefused, match="not attached"):
         execute_run_sync(tiny.config, "tiny.toml", make_engines=make_engines)
@@ -186,8 +286,8 @@ def test_an_engine_that_holds_other_weights_gets_no_request(tiny_run):
         async def update(self, version, weights_dir, root_hash, mode) -> Attestation:
             return await self._engine.update(version, weights_dir, "0" * 64, mode)
 
-    def make_engines(config: RunConfig, model_dir: Path) -> list[RolloutEngine]:
-        return [StaleEngine(engine, shift_by_one) for engine in build_engines(config, model_dir)]
+    def make_engines(run: OpenRun) -> list[RolloutEngine]:
+        return [StaleEngine(engine, shift_by_one) for engine in build_engines(run)]
 
     with pytest.raises(EngineRefused, match="could not attest version 0"):
         execute_run_sync(tiny.config, "tiny.toml", make_engines=make_engines)

@@ -11,7 +11,7 @@ import pytest
 
 from flows.attachment import attach, keep_attached
 from flows.engines import build_engines
-from flows.opening import find_run, holding_lease, published_dir, take_run
+from flows.opening import find_run, holding_lease, take_run
 from flows.run import execute_run_sync
 from flows.windows import commit_window, gate1_limits
 from tasks.engines.fleet import Fleet
@@ -29,21 +29,28 @@ def kill(fleet: Fleet, index: int) -> None:
     os.killpg(fleet.members[index]._server.pid, signal.SIGKILL)
 
 
-def spoiled_script(folder: Path, flags: str) -> Path:
+def script_with(folder: Path, flags: str) -> Path:
     script = folder / "serve.sh"
     script.write_text(f'#!/bin/bash\nexec {SCRIPT} "$@" {flags}\n')
     script.chmod(0o755)
     return script
 
 
-def test_a_server_killed_in_the_middle_of_a_batch(tiny_run: Callable[..., TinyRun]):
-    tiny = tiny_run(*RUN_ON_VLLM, "engine.vllm.num_servers=2", "batch.trajectories=64")
+def test_a_server_killed_in_the_middle_of_a_batch(tiny_run: Callable[..., TinyRun], tmp_path: Path):
+    # Compiling takes a third of a start, and three servers start here.
+    script = script_with(tmp_path, "--enforce-eager")
+    tiny = tiny_run(
+        *RUN_ON_VLLM,
+        f"engine.vllm.launch={script}",
+        "engine.vllm.num_servers=2",
+        "batch.trajectories=64",
+    )
     events: list[dict[str, str]] = []
 
     async def main():
         run = find_run(tiny.config, "tiny.toml", lambda event: None)
         take_run(run)
-        fleet = Fleet(build_engines(tiny.config, published_dir(run, 0)[0]), patience_s=300.0)
+        fleet = Fleet(build_engines(run), patience_s=300.0)
         try:
             context = await holding_lease(run, attach(run, fleet))
             watcher = asyncio.create_task(keep_attached(run, context, events.append))
@@ -115,7 +122,7 @@ async def killed_batch(run, context, fleet, *, first_group=0, kills=True):
 def test_raw_logprobs_are_refused_with_the_flag_to_set(
     tiny_run: Callable[..., TinyRun], tmp_path: Path
 ):
-    script = spoiled_script(tmp_path, "--logprobs-mode raw_logprobs")
+    script = script_with(tmp_path, "--logprobs-mode raw_logprobs --enforce-eager")
     finished = tiny_run(*RUN_ON_VLLM, f"engine.vllm.launch={script}").run("--no-prefect")
     assert finished.returncode == 2
     assert "set --logprobs-mode processed_logprobs" in finished.stderr
@@ -125,7 +132,7 @@ def test_raw_logprobs_are_refused_with_the_flag_to_set(
 def test_a_server_that_cannot_start_shows_the_end_of_its_log(
     tiny_run: Callable[..., TinyRun], tmp_path: Path
 ):
-    script = spoiled_script(tmp_path, "--no-such-flag")
+    script = script_with(tmp_path, "--no-such-flag")
     finished = tiny_run(*RUN_ON_VLLM, f"engine.vllm.launch={script}").run("--no-prefect")
     assert finished.returncode == 1
     assert "unrecognized arguments: --no-such-flag" in finished.stderr

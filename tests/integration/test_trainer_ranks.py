@@ -12,25 +12,35 @@ from trainer_world import ROOT, write_policy
 
 from tasks.weights.checkpoints import read_masters
 
+Kept = dict[str, torch.Tensor]
 
-def _work(num_ranks: int, policy: Path, out: Path, *start: Path) -> dict[str, torch.Tensor]:
+
+def _start(num_ranks: int, policy: Path, out: Path, *start: Path) -> subprocess.Popen[bytes]:
     out.mkdir()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(num_ranks), str(Path(__file__).with_name("rank_worker.py"))]
-    subprocess.run(
+    return subprocess.Popen(
         [*command, str(policy), str(out), *map(str, start)],
-        check=True,
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
     )
-    return load_file(out / "kept.safetensors")
+
+
+def _work(policy: Path, root: Path, *asked: tuple[int, str, Path | None]) -> list[Kept]:
+    """What (ranks, folder to write, checkpoint to start from) keep, worked side by side."""
+    jobs = [
+        _start(num_ranks, policy, root / out, *([] if start is None else [start]))
+        for num_ranks, out, start in asked
+    ]
+    assert [job.wait() for job in jobs] == [0] * len(jobs)
+    return [load_file(root / out / "kept.safetensors") for _, out, _ in asked]
 
 
 @pytest.fixture(scope="module")
 def worked(tmp_path_factory):
     root = tmp_path_factory.mktemp("ranks")
     policy = write_policy(root / "policy")
-    return root, policy, _work(1, policy, root / "one"), _work(2, policy, root / "two")
+    return root, policy, *_work(policy, root, (1, "one", None), (2, "two", None))
 
 
 def _largest_difference(one, two, prefix):
@@ -64,12 +74,12 @@ def test_a_checkpoint_of_two_ranks_is_whole_for_readers_without_ranks(worked):
 def test_checkpoints_reshard_in_both_directions(worked):
     root, policy, _, _ = worked
     from_two = root / "two" / "checkpoint"
-    one = _work(1, policy, root / "one-from-two", from_two)
-    two = _work(2, policy, root / "two-from-two", from_two)
+    one, two = _work(policy, root, (1, "one-from-two", from_two), (2, "two-from-two", from_two))
     assert _largest_difference(one, two, "gradient.") <= 1e-5
     assert _largest_difference(one, two, "master.") <= 1e-4
     from_one = root / "one-from-two" / "checkpoint"
-    again = _work(2, policy, root / "two-from-one", from_one)
-    straight = _work(1, policy, root / "one-from-one", from_one)
+    again, straight = _work(
+        policy, root, (2, "two-from-one", from_one), (1, "one-from-one", from_one)
+    )
     assert _largest_difference(again, straight, "exp_avg") <= 1e-3
     assert _largest_difference(again, straight, "master.") <= 1e-4

@@ -34,11 +34,12 @@ def _run(init, data, out, num_ranks=1, steps=100):
 
 def test_it_learns_and_repeats(tmp_path, data):
     init = write_policy(tmp_path / "init")
-    log = finish(_run(init, data, tmp_path / "one"))
+    first, second = (_run(init, data, tmp_path / name) for name in ("one", "two"))
+    log = finish(first)
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", log)]
     assert len(losses) == 2
     assert losses[-1] < 0.1
-    finish(_run(init, data, tmp_path / "two"))
+    finish(second)
     one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
     assert one.keys() == two.keys() == load_file(init / "model.safetensors").keys()
     for name, value in one.items():
@@ -52,8 +53,9 @@ def test_it_learns_and_repeats(tmp_path, data):
 
 def test_two_ranks_write_the_same_folder_up_to_rounding(tmp_path, data):
     init = write_policy(tmp_path / "init")
-    for num_ranks in (1, 2):
-        finish(_run(init, data, tmp_path / str(num_ranks), num_ranks, steps=3))
+    jobs = [_run(init, data, tmp_path / str(ranks), ranks, steps=3) for ranks in (1, 2)]
+    for job in jobs:
+        finish(job)
     one, two = (load_file(tmp_path / name / "model.safetensors") for name in "12")
     for name, value in one.items():
         difference = (value.float() - two[name].float()).norm() / value.float().norm()

@@ -8,31 +8,25 @@ import pytest
 from tasks.query import connect
 from tests.recompute import largest_error
 from tests.tiny_run import RUN_ID, TinyRun
-from tests.vllm_world import RUN_ON_VLLM
+from tests.vllm_world import run_at
 
 TOP_P = 0.9
 NUCLEUS = (f"sampling.top_p={TOP_P}", "run.num_cycles=1", "run.batches_per_cycle=1")
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param((), id="torch"),
-        pytest.param(RUN_ON_VLLM, id="vllm", marks=pytest.mark.vllm),
-    ],
-)
+@pytest.fixture(scope="module", params=["torch", pytest.param("vllm", marks=pytest.mark.vllm)])
 def finished(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, tiny_policies: Path
 ) -> TinyRun:
-    settings = (*NUCLEUS, "sampling.allow_truncation=true", *request.param)
+    engine = run_at(request.getfixturevalue("url")) if request.param == "vllm" else ()
+    settings = (*NUCLEUS, "sampling.allow_truncation=true", *engine)
     tiny = TinyRun(tmp_path_factory.mktemp("nucleus"), tiny_policies, settings)
-    result = tiny.run()
-    assert result.returncode == 0, result.stderr
+    tiny.execute()
     return tiny
 
 
 def test_truncation_that_nobody_allowed_is_refused_with_the_key(tiny_run):
-    result = tiny_run(*NUCLEUS).run()
+    result = tiny_run(*NUCLEUS).run("--no-prefect")
     assert result.returncode == 2
     assert "set sampling.allow_truncation = true" in result.stderr
     assert "Traceback" not in result.stderr

@@ -19,14 +19,13 @@ from tasks.rollout import RolloutContext, _Recorder, _sample_turn
 from tests.engine_models import VOCAB, prompts, recomputed_logprobs
 from tests.vllm_world import (
     CANARY,
+    SHAPE,
     TOLERANCE,
     Version,
     cached_logprobs,
     engine_at,
     largest_error,
-    launch,
     num_running,
-    publish_versions,
     update,
     update_in_flight,
 )
@@ -34,29 +33,8 @@ from tests.vllm_world import (
 pytestmark = pytest.mark.vllm
 
 PLAIN = Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_tokens=64, seed=0)
-LONG = 1500
+LONG = 1000
 PROMPT = tuple(range(1, 33))
-
-
-@pytest.fixture(scope="module")
-def versions(tmp_path_factory) -> list[Version]:
-    return publish_versions(tmp_path_factory.mktemp("published"), 2)
-
-
-@pytest.fixture(scope="module")
-def url(versions, tmp_path_factory):
-    server = launch(versions[0].path, tmp_path_factory.mktemp("server") / "vllm.log")
-
-    async def ready():
-        client = engine_at(server.url, versions[0])
-        await server.ready(client._http.healthy)
-        await client.close()
-
-    try:
-        asyncio.run(ready())
-        yield server.url
-    finally:
-        server.stop()
 
 
 def with_engine(url, versions, work, **settings):
@@ -83,7 +61,9 @@ def test_it_passes_the_probe(url, versions):
     result = with_engine(
         url,
         versions,
-        lambda engine: probe(engine, prompt_token_ids=PROMPT, vocab_size=VOCAB, weight_version=0),
+        lambda engine: probe(
+            engine, prompt_token_ids=PROMPT, vocab_size=SHAPE["vocab_size"], weight_version=0
+        ),
     )
     assert (result.ok, result.reason) == (True, None)
 
@@ -296,6 +276,20 @@ def test_an_update_that_a_killed_controller_left_open_is_closed(url, versions):
 
     attestation, generation = with_engine(url, versions, work)
     assert attestation.ok and generation.spans[0].weight_version == 1
+
+
+def test_an_answer_from_before_the_attachment_leaves_the_new_one_in_traffic(url, versions):
+    async def work(engine):
+        old = asyncio.create_task(engine.generate(request(max_tokens=LONG)))
+        while await num_running(engine._http) == 0:
+            await asyncio.sleep(0.01)
+        await engine.connect()
+        assert (await update(engine, versions[0], "keep")).ok
+        with pytest.raises(EngineLost, match=r"under version 0 .* labelled"):
+            await old
+        return await engine.generate(request(max_tokens=4))
+
+    assert with_engine(url, versions, work).spans[0].weight_version == 0
 
 
 def test_a_cache_from_before_the_attachment_is_not_used(url, versions):

@@ -7,29 +7,26 @@ import pytest
 from tasks.query import connect
 from tests.recompute import largest_error
 from tests.tiny_run import RUN_ID, TinyRun
-from tests.vllm_world import RUN_ON_VLLM
+from tests.vllm_world import RUN_ON_VLLM, run_at
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
-SETTINGS = (
-    *RUN_ON_VLLM,
-    "sampling.temperature=0.7",
-    "evaluation.temperature=1.0",
-)
+TEMPERATURES = ("sampling.temperature=0.7", "evaluation.temperature=1.0")
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        ("asynchrony.k=1", "asynchrony.update=keep"),
-        ("engine.vllm.colocated=true", "engine.vllm.prefix_cache=clear"),
-    ],
-    ids=["k1-keep", "colocated"],
-)
-def test_a_run_on_a_server(tiny_run: Callable[..., TinyRun], settings):
-    tiny = tiny_run(*SETTINGS, *settings)
-    finished = tiny.run("--no-prefect")
-    assert finished.returncode == 0, finished.stderr
+def test_a_run_on_a_server_that_it_starts(tiny_run: Callable[..., TinyRun]):
+    check_run(tiny_run(*RUN_ON_VLLM, *TEMPERATURES, "asynchrony.k=1", "asynchrony.update=keep"))
+
+
+def test_a_run_on_a_server_that_leaves_the_device_to_the_trainer(
+    tiny_run: Callable[..., TinyRun], url: str
+):
+    colocated = ("engine.vllm.colocated=true", "engine.vllm.prefix_cache=clear")
+    check_run(tiny_run(*run_at(url), *TEMPERATURES, *colocated))
+
+
+def check_run(tiny: TinyRun) -> None:
+    tiny.execute()
     lake = tiny.lake
     connection = connect(lake)
 

@@ -114,7 +114,7 @@ def test_every_relative_link_resolves(file: Path):
 
 def queries(file: Path) -> list[str]:
     commands = [parameters(words) for words in shell_commands(file, "rollhouse")]
-    return [*blocks(file, "sql"), *(c["query"] for c in commands if "query" in c)]
+    return [*blocks(file, "sql"), *(c["query"] for c in commands if c.get("query"))]
 
 
 def test_every_query_runs(tmp_path: Path):

@@ -52,6 +52,11 @@ def test_schemas_load_no_engine():
     assert not loaded & {"torch", "duckdb", "deltalake", "prefect", "great_expectations"}
 
 
+def test_inspecting_loads_no_model_code():
+    loaded = modules_after("import flows.inspection")
+    assert not loaded & {"torch", "transformers", "prefect", "great_expectations"}
+
+
 def test_the_command_line_loads_nothing_heavy():
     loaded = modules_after("import flows.cli")
     assert not loaded & {"torch", "duckdb", "pyarrow", "prefect", "great_expectations"}

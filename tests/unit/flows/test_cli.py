@@ -35,7 +35,7 @@ def test_help_answers_in_under_half_a_second():
         (["run", "absent.toml"], "absent.toml: no such file"),
         (["run", "infra/runs/demo.toml", "--set", "run.sede=1"], "unknown key run.sede"),
         (["sql", "--lake", "absent", "SELECT 1"], "No lake at"),
-        (["sql", "--lake", "s3://bucket/lake", "SELECT 1"], "local directories"),
+        (["sql", "--lake", "gs://bucket/lake", "SELECT 1"], "s3://bucket/prefix"),
         (["status", "--lake", "absent"], "No lake at"),
         (["weights", "list", "--lake", "absent"], "No lake at"),
         (["trajectory", "--lake", "absent"], "No lake at"),

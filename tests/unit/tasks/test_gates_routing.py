@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from gate_judgements import failed_rules, gate1
 
 from tasks.rollout import Rollout
 from tests.factories import ROUTED_LIMITS, window
+from tests.gate_judgements import failed_rules, gate1
 
 
 def change_routing(index: int, **values: object) -> Callable[[Rollout], None]:
@@ -129,7 +129,7 @@ def test_gate_1_takes_a_last_segment_of_one_token_without_routing():
     rollouts = window(turns=2, routed=True)
     r = rollouts[0]
     last, num_cut = r.segments[-1], len(r.segments[-1]["token_ids"]) - 1
-    del last["token_ids"][1:], last["rollout_logprobs"][1:], r.routing[-1]
+    del last["token_ids"][:-1], last["rollout_logprobs"][:-1], r.routing[-1]
     for key in ("num_tokens", "num_action_tokens"):
         r.trajectory[key] -= num_cut
     r.requests[-1]["num_output_tokens"] = 1

@@ -55,6 +55,20 @@ def test_the_newest_admission_that_was_not_refused_counts():
     assert _seen(8, 3) is None
 
 
+def test_a_waiver_has_the_refused_admission_accepted_after_all():
+    rows = [
+        ("run_created", {}),
+        ("batch_admitted", {"batch": 1}),
+        ("batch_refused", {"batch": 1, "admission": 1}),
+        ("decision_adopted", {"batch": 1}),
+        ("batch_accepted", {"batch": 1, "admission": 1}),
+    ]
+    assert standing(_ledger(*rows[:4]), 1) is None
+    now = standing(_ledger(*rows), 1)
+    assert now is not None and now.accepted is not None
+    assert (now.admission, now.accepted.seq) == (1, 4)
+
+
 def test_the_end_of_a_cycle_and_of_a_lease():
     entries = _ledger(*ROWS, ("cycle_closed", {"cycle": 4}), ("lease_taken", {}))
     assert cycle_is_closed(entries, 4)

@@ -1,0 +1,1 @@
+"""Data Docs: what the gates found, as pages that a browser reads offline."""
