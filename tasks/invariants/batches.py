@@ -43,6 +43,9 @@ SELECT CASE
 END
 FROM trajectories t FULL JOIN found f USING (trajectory_id)
 WHERE NOT (f.trajectory_id IS NULL AND t.trajectory_id IN (SELECT trajectory_id FROM expired))
+    -- What gate 1 found wrong is in the record, and in the quarantine.
+    AND coalesce(t.trajectory_id, f.trajectory_id)
+        NOT IN (SELECT trajectory_id FROM quarantine WHERE action = 'quarantine')
     AND (t.trajectory_id IS NULL OR coalesce(f.tokens, 0) != t.num_tokens
         OR coalesce(f.actions, 0) != t.num_action_tokens OR f.distinct_segments != f.segments
         -- Of an import, log-probabilities may be unknown.

@@ -119,6 +119,7 @@ def assert_every_rollout_ended(tiny: TinyRun, expected: dict[str, int]) -> None:
     ended = connect(tiny.lake).sql("SELECT ended, count(*) FROM trajectory_ends GROUP BY 1")
     assert dict(ended.fetchall()) == expected
     assert tiny.trained_twice() == []
+    assert tiny.broken_invariants() == []
 
 
 def test_gate_2_stops_shifted_logprobs_before_any_backward_pass(tiny_run):

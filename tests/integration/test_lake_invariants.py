@@ -317,6 +317,19 @@ def test_damage_is_named(copy: Copy, name: str):
     assert any(text in line for line in found.values()), found
 
 
+def test_what_a_policy_expired_is_not_missed(copy: Copy, monkeypatch: pytest.MonkeyPatch):
+    gone = set()
+    for table in ("segments", "scores"):
+        rows = copy.delta(table).to_pyarrow_table(columns=["write_id"])
+        gone.update(rows.column("write_id").to_pylist())
+        copy.delete(table, "true")
+    assert copy.findings().keys() == {"writes", "tokens", "scores"}
+    monkeypatch.setattr(
+        "tasks.invariants.snapshot.expired_writes", lambda lake, run_id: frozenset(gone)
+    )
+    assert copy.findings() == {}
+
+
 def rollhouse(*arguments: str, cwd: Path = REPOSITORY) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*ROLLHOUSE, *arguments], cwd=cwd, capture_output=True, text=True, timeout=120
