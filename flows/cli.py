@@ -236,7 +236,7 @@ def doctor(
     ] = None,
     run_id: RunOption = None,
     store: Annotated[
-        Path | None, typer.Option(help="Where the runs' store is now; default: each run's own.")
+        str | None, typer.Option(help="Where the runs' store is now; default: each run's own.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -49,7 +49,7 @@ def checks(directory: Path = Path("var")) -> list[dict[str, Any]]:
     ]
 
 
-def lake_checks(lake: str, run_id: str | None, store: Path | None) -> list[dict[str, Any]]:
+def lake_checks(lake: str, run_id: str | None, store: str | None) -> list[dict[str, Any]]:
     """Every invariant of a lake, as `run`, `check`, `ok`, `found`, `fix` and all `faults`.
 
     Raises `ValueError` if there is no lake, or no such run in it.
@@ -70,7 +70,7 @@ def lake_checks(lake: str, run_id: str | None, store: Path | None) -> list[dict[
             "fix": finding.fix,
             "faults": list(finding.faults),
         }
-        for finding in check_lake(opened, run_id=run_id, store_dir=store)
+        for finding in check_lake(opened, run_id=run_id, store_uri=store)
     ]
 
 

@@ -43,7 +43,7 @@ def gate2(
     table = pa.Table.from_pylist(scores, schema=TABLES["scores"].own_schema)
     actions = rows.segments.filter(pc.field("kind") == "action")
     profile = profile_scores(rows.trajectories, actions, table, bounds)
-    return judge(2, "admission 7", profile, bounds, history or {})
+    return judge(2, "admission 7", profile, bounds, history=history or {})
 
 
 def failed_rules(judgement: Judgement) -> set[str]:

@@ -30,7 +30,13 @@ def value(kind: pa.DataType, index: int) -> Any:
     return [value(kind.value_type, index + offset) for offset in range(3)]
 
 
-ALLOWED = {"kind": "action", "status": "completed", "split": "train", "drift": "clean"}
+ALLOWED = {
+    "origin": "verl",
+    "kind": "action",
+    "status": "completed",
+    "split": "train",
+    "drift": "clean",
+}
 
 
 def rows_of(table: str, count: int) -> pa.Table:

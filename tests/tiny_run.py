@@ -99,7 +99,7 @@ class TinyRun:
 
     def broken_invariants(self) -> list[Finding]:
         """What `rollhouse doctor` would complain of."""
-        findings = list(check_lake(self.lake, store_dir=self.root / "store"))
+        findings = list(check_lake(self.lake))
         assert {finding.run_id for finding in findings} == {None, RUN_ID}
         return [finding for finding in findings if not finding.ok]
 

@@ -10,6 +10,7 @@ from tasks.invariants import batches, ledger, store, tables
 from tasks.invariants.finding import Finding
 from tasks.invariants.snapshot import expired_writes, read_snapshot
 from tasks.lake.lake import Lake
+from tasks.storage import open_storage
 
 __all__ = ["Finding", "check_lake", "expired_writes", "run_ids"]
 
@@ -27,11 +28,11 @@ def run_ids(lake: Lake) -> list[str]:
 
 
 def check_lake(
-    lake: Lake, *, run_id: str | None = None, store_dir: Path | None = None
+    lake: Lake, *, run_id: str | None = None, store_uri: str | Path | None = None
 ) -> Iterator[Finding]:
     """Every invariant of the lake, then of each run or of `run_id`, one finding each.
 
-    `store_dir` holds the runs' checkpoints and weights; by default each run's own `run.store`.
+    `store_uri` holds the runs' checkpoints and weights; by default each run's own `run.store`.
     """
     yield tables.check_tables(lake)
     for name in run_ids(lake) if run_id is None else [run_id]:
@@ -39,6 +40,5 @@ def check_lake(
         for invariant in INVARIANTS:
             yield invariant.check(snapshot)
         configured = snapshot.config.get("run", {}).get("store", "")
-        folder = (store_dir or Path(configured)).absolute()
-        for invariant in store.store_invariants(folder):
+        for invariant in store.store_invariants(open_storage(store_uri or configured)):
             yield invariant.check(snapshot)

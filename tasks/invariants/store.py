@@ -4,13 +4,17 @@ Every value is read and hashed again, so that nothing is taken on trust from a m
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from tasks.invariants.finding import Invariant
 from tasks.invariants.snapshot import Snapshot
-from tasks.weights.anchors import read_anchor
-from tasks.weights.checkpoints import published_values, read_manifest
+from tasks.storage import LocalStorage, Storage
+from tasks.storage.s3 import S3Storage
+from tasks.weights import anchors, checkpoints
 from tasks.weights.hashing import root_hash, root_hash_of_stream
+from tasks.weights.store import BucketStore
 
 
 def publication_faults(snapshot: Snapshot) -> Iterator[str]:
@@ -35,36 +39,49 @@ def publication_faults(snapshot: Snapshot) -> Iterator[str]:
         yield f"publications: version {version} has no version_published row"
 
 
-def checkpoint_faults(store: Path, snapshot: Snapshot) -> Iterator[str]:
+@contextmanager
+def _folder(store: Storage, relative: str, manifest: str) -> Iterator[Path]:
+    """A folder of the store on this machine; of a bucket, a fresh copy and no cached one."""
+    if isinstance(store, LocalStorage):
+        yield store.root / relative
+        return
+    assert isinstance(store, S3Storage)
+    with TemporaryDirectory() as copies:
+        yield BucketStore(store, Path(copies)).get(relative, manifest)
+
+
+def checkpoint_faults(store: Storage, snapshot: Snapshot) -> Iterator[str]:
     """Each trained batch's checkpoint is whole and holds the values that the batch came to."""
+    run = store.child(snapshot.run_id)
     for entry in snapshot.of_kind("batch_trained"):
         place = f"row {entry['seq']} (batch {entry['batch']})"
-        folder = store / snapshot.run_id / entry["checkpoint"]
         try:
-            batch = read_manifest(folder)["batch"]
-            root = root_hash_of_stream(published_values(folder))
+            with _folder(run, entry["checkpoint"], checkpoints.MANIFEST) as folder:
+                batch = checkpoints.read_manifest(folder)["batch"]
+                root = root_hash_of_stream(checkpoints.published_values(folder))
         except Exception as error:
             # Whatever damaged bytes make a reader say, the checkpoint is not what was written.
             yield f"{place}: {_first_line(error)}"
             continue
         if batch != entry["batch"]:
-            yield f"{place}: {folder} is of batch {batch}"
+            yield f"{place}: {entry['checkpoint']} is of batch {batch}"
         if root != entry["root_hash"]:
-            yield f"{place}: {folder} holds root hash {root}, the ledger says {entry['root_hash']}"
+            yield f"{place}: {entry['checkpoint']} holds root hash {root}, not the ledger's"
 
 
-def weight_faults(store: Path, snapshot: Snapshot) -> Iterator[str]:
+def weight_faults(store: Storage, snapshot: Snapshot) -> Iterator[str]:
     """Each published version's folder is whole and holds the values that the ledger names."""
+    run = store.child(snapshot.run_id)
     for entry in snapshot.of_kind("version_published"):
-        place = f"row {entry['seq']} (version {entry['version']})"
-        folder = store / snapshot.run_id / entry["details"]["uri"]
+        place, uri = f"row {entry['seq']} (version {entry['version']})", entry["details"]["uri"]
         try:
-            root = root_hash(read_anchor(folder))
+            with _folder(run, uri, anchors.MANIFEST) as folder:
+                root = root_hash(anchors.read_anchor(folder))
         except Exception as error:
             yield f"{place}: {_first_line(error)}"
             continue
         if root != entry["root_hash"]:
-            yield f"{place}: {folder} holds root hash {root}, the ledger says {entry['root_hash']}"
+            yield f"{place}: {uri} holds root hash {root}, not the ledger's"
 
 
 def _first_line(error: Exception) -> str:
@@ -78,9 +95,9 @@ PUBLICATIONS = Invariant(
 )
 
 
-def store_invariants(store: Path) -> tuple[Invariant, ...]:
-    """What is checked in the store at `store`, which holds a folder for each run."""
-    fix = f"restore {store} from a backup; if it lies elsewhere, pass --store"
+def store_invariants(store: Storage) -> tuple[Invariant, ...]:
+    """What is checked in `store`, which holds a folder for each run."""
+    fix = f"restore {store.uri} from a backup; if it lies elsewhere, pass --store"
     return (
         Invariant(
             "checkpoints",

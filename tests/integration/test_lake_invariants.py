@@ -68,7 +68,7 @@ class Copy:
     def findings(self) -> dict[str, str]:
         """invariant -> what was found, of those that do not hold."""
         lake = Lake.open(self.uri, allow_missing=True)
-        findings = check_lake(lake, store_dir=self.root / "store")
+        findings = check_lake(lake, store_uri=self.root / "store")
         return {f.invariant: f.found for f in findings if not f.ok}
 
 
@@ -80,7 +80,7 @@ def copy(sound: TinyRun, tmp_path: Path) -> Copy:
 
 
 def test_a_real_run_keeps_every_invariant(sound: TinyRun):
-    findings = list(check_lake(sound.lake, store_dir=sound.root / "store"))
+    findings = list(check_lake(sound.lake, store_uri=sound.root / "store"))
     assert [f for f in findings if not f.ok] == []
     found = {f.invariant: f.found for f in findings}
     assert found["ends"] == "64 trained"
@@ -359,7 +359,7 @@ def test_a_lake_in_a_bucket(sound: TinyRun, s3_uri: str):
         bucket.write(file.path, (sound.root / "lake" / file.path).read_bytes())
 
     def broken() -> dict[str, str]:
-        findings = check_lake(Lake.open(s3_uri), store_dir=sound.root / "store")
+        findings = check_lake(Lake.open(s3_uri), store_uri=sound.root / "store")
         return {f.invariant: f.found for f in findings if not f.ok}
 
     assert broken() == {}
