@@ -21,12 +21,6 @@ WITH found AS (
             ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING), 0) AS expected
         FROM segments
     ) GROUP BY trajectory_id
-),
-expired AS (
-    SELECT DISTINCT t.trajectory_id
-    FROM trajectories t
-    JOIN ledger l ON list_contains(l.write_ids, t.write_id)
-    WHERE EXISTS (FROM expired_writes e WHERE list_contains(l.write_ids, e.write_id))
 )
 SELECT CASE
     WHEN t.trajectory_id IS NULL
@@ -42,7 +36,8 @@ SELECT CASE
         t.trajectory_id, f.unequal)
 END
 FROM trajectories t FULL JOIN found f USING (trajectory_id)
-WHERE NOT (f.trajectory_id IS NULL AND t.trajectory_id IN (SELECT trajectory_id FROM expired))
+WHERE NOT (f.trajectory_id IS NULL
+        AND t.trajectory_id IN (SELECT trajectory_id FROM expired_trajectories))
     -- What gate 1 found wrong is in the record, and in the quarantine.
     AND coalesce(t.trajectory_id, f.trajectory_id)
         NOT IN (SELECT trajectory_id FROM quarantine WHERE action = 'quarantine')
@@ -108,7 +103,10 @@ found AS (
     SELECT a.admission, trajectory_id, sequence_index, segment_index, count(*) AS times,
         any_value([len(old_logprobs), len(entropies), len(correction_weights), len(included),
             coalesce(len(own_version_logprobs), len(old_logprobs))]) AS lengths
-    FROM accepted a JOIN scores s USING (admission) GROUP BY ALL
+    FROM accepted a JOIN scores s USING (admission)
+    WHERE trajectory_id NOT IN (
+        SELECT trajectory_id FROM expired_trajectories ANTI JOIN segments USING (trajectory_id))
+    GROUP BY ALL
 )
 SELECT format('admission {}: {} segment {}.{} has {}', admission, trajectory_id, sequence_index,
     segment_index, CASE

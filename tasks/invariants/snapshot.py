@@ -34,6 +34,13 @@ LEFT JOIN ledger t
 WHERE a.kind = 'batch_admitted'
 """
 
+EXPIRED_TRAJECTORIES = """
+CREATE VIEW expired_trajectories AS
+SELECT DISTINCT t.trajectory_id
+FROM trajectories t JOIN ledger l ON list_contains(l.write_ids, t.write_id)
+WHERE EXISTS (FROM expired_writes e WHERE list_contains(l.write_ids, e.write_id))
+"""
+
 
 def expired_writes(lake: Lake, run_id: str) -> frozenset[str]:
     """Writes that a retention policy took out of the lake on purpose. None does so far."""
@@ -44,7 +51,8 @@ def expired_writes(lake: Lake, run_id: str) -> frozenset[str]:
 @dataclass
 class Snapshot:
     """A run's rows behind `connection`: every table and view of `rollhouse sql`, over its readable
-    files alone; and `admissions` and `expired_writes`.
+    files alone; and `admissions`, `expired_writes` and
+    `expired_trajectories`, recorded with a write that expired.
 
     `unreadable` names each file that is not as the Delta log says, and why.
     """
@@ -112,6 +120,7 @@ def read_snapshot(lake: Lake, run_id: str) -> Snapshot:
     expired_rows = pa.table({"write_id": pa.array(sorted(expired), pa.string())})
     create_table(connection, "expired_writes", expired_rows)
     connection.execute(ADMISSIONS)
+    connection.execute(EXPIRED_TRAJECTORIES)
     return Snapshot(
         lake=lake,
         run_id=run_id,
