@@ -79,12 +79,19 @@ def sql(
     lake: LakeOption,
     as_json: JsonOption = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="CSV on standard output.")] = False,
+    as_of: Annotated[
+        int | None, typer.Option("--as-of", metavar="SEQ", help="What counted at a ledger row.")
+    ] = None,
+    run_id: RunOption = None,
 ) -> None:
     """Answer a read-only query with DuckDB."""
+    from flows.inspection import connection_for
     from tasks.lake.lake import Lake
-    from tasks.query import connect, run_query
+    from tasks.query import run_query
 
-    names, rows = run_query(connect(Lake.open(lake)), query)
+    opened = Lake.open(lake)
+    run_id = pick_run(opened.run_ids(), run_id, lake) if as_of is not None else run_id
+    names, rows = run_query(connection_for(opened, run_id, as_of), query)
     if as_json:
         emit([dict(zip(names, row, strict=True)) for row in rows])
     elif as_csv:
@@ -113,11 +120,27 @@ def views(as_json: JsonOption = False) -> None:
 
 @app.command()
 def describe(
-    table: Annotated[str, typer.Argument(help="Table or view.")], as_json: JsonOption = False
+    table: Annotated[str, typer.Argument(help="Table or view.")],
+    as_json: JsonOption = False,
+    history: Annotated[
+        bool, typer.Option("--history", help="The table's Delta versions instead; needs --lake.")
+    ] = False,
+    lake: Annotated[
+        str | None, typer.Option("--lake", envvar="ROLLHOUSE_LAKE", help="Directory of the lake.")
+    ] = None,
 ) -> None:
     """Show a table's or view's columns with their meaning."""
     from tasks.query import describe_columns
 
+    if history:
+        from flows.inspection import history_of
+
+        rows = history_of(lake, table)
+        if as_json:
+            emit(rows)
+        else:
+            print_rows(list(rows[0]), [tuple(row.values()) for row in rows])
+        return
     columns = list(describe_columns(table))
     if as_json:
         emit([dict(zip(("column", "type", "description"), row, strict=True)) for row in columns])
@@ -206,15 +229,26 @@ def weights_export(
 
 
 @app.command()
-def doctor(as_json: JsonOption = False) -> None:
-    """Check this machine: packages, processors, disk, clock and Prefect."""
-    from flows.doctor import checks
+def doctor(
+    lake: Annotated[
+        str | None,
+        typer.Option("--lake", metavar="URI", help="Prove this lake's invariants instead."),
+    ] = None,
+    run_id: RunOption = None,
+    store: Annotated[
+        str | None, typer.Option(help="Where the runs' store is now; default: each run's own.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Check this machine: packages, processors, disk, clock and Prefect; or a lake."""
+    from flows.doctor import checks, lake_checks
 
-    found = checks()
+    found = checks() if lake is None else lake_checks(lake, run_id, store)
     if as_json:
         emit(found)
     else:
-        print_rows(["check", "ok", "found", "fix"], [tuple(check.values()) for check in found])
+        shown = [name for name in found[0] if name != "faults"]
+        print_rows(shown, [tuple(check[name] for name in shown) for check in found])
     if not all(check["ok"] for check in found):
         raise typer.Exit(1)
 

@@ -282,7 +282,8 @@ class Cycle:
         """Commits `cycle_closed`; the run's last cycle drops what no batch will train."""
         run, progress = self.run, self.progress()
         write_ids: tuple[str, ...] = ()
-        if run.cycle + 1 >= run.config.run.num_cycles and progress.finished:
+        ends_run = run.cycle + 1 >= run.config.run.num_cycles
+        if ends_run and progress.finished:
             surplus = group_members(run, [group.group_id for group in progress.finished])
             rows = quarantine_rows(
                 surplus, rule="surplus", action="drop", reason="the run ended before its batch"
@@ -292,5 +293,8 @@ class Cycle:
             "cycle_closed",
             version=progress.batches_trained,
             write_ids=write_ids,
-            details={"seconds": {phase: round(s, 3) for phase, s in self.seconds.items()}},
+            details={
+                "seconds": {phase: round(s, 3) for phase, s in self.seconds.items()},
+                "ends_run": ends_run,
+            },
         )

@@ -1,4 +1,4 @@
-"""Checks of the machine, each measured where it can be rather than assumed."""
+"""Checks of the machine and of a lake, each measured where it can be rather than assumed."""
 
 import importlib.metadata
 import os
@@ -46,6 +46,31 @@ def checks(directory: Path = Path("var")) -> list[dict[str, Any]]:
         _clock(),
         _prefect(),
         _vllm(),
+    ]
+
+
+def lake_checks(lake: str, run_id: str | None, store: str | None) -> list[dict[str, Any]]:
+    """Every invariant of a lake, as `run`, `check`, `ok`, `found`, `fix` and all `faults`.
+
+    Raises `ValueError` if there is no lake, or no such run in it.
+    """
+    from tasks.invariants import check_lake, run_ids
+    from tasks.lake.lake import Lake
+
+    opened = Lake.open(lake, allow_missing=True)
+    if run_id is not None and run_id not in run_ids(opened):
+        known = ", ".join(run_ids(opened)) or "none yet"
+        raise ValueError(f"The lake at {lake} has no run {run_id}; its runs: {known}.")
+    return [
+        {
+            "run": finding.run_id,
+            "check": finding.invariant,
+            "ok": finding.ok,
+            "found": finding.found,
+            "fix": finding.fix,
+            "faults": list(finding.faults),
+        }
+        for finding in check_lake(opened, run_id=run_id, store_uri=store)
     ]
 
 

@@ -8,12 +8,14 @@ import math
 from pathlib import Path
 from typing import Any, NoReturn
 
+import duckdb
+
 from schemas.config import RunConfig, parse_run_config
 from tasks.decisions import undecided
 from tasks.lake.lake import Lake
 from tasks.lake.ledger import Entry
 from tasks.progress import read_progress
-from tasks.query import connect
+from tasks.query import connect, connect_as_of, table_history
 
 
 def run_config(lake: Lake, run_id: str) -> RunConfig:
@@ -65,6 +67,25 @@ def run_status(lake: Lake, run_id: str) -> dict[str, Any]:
         else f"{holder.seq} (pid {holder.details['pid']} on {holder.details['host']})",
         "last_row": f"{newest.kind} at {newest.committed_at:%Y-%m-%d %H:%M:%S} UTC",
     }
+
+
+def connection_for(lake: Lake, run_id: str | None, as_of: int | None) -> duckdb.DuckDBPyConnection:
+    """The lake as it is now, or a run of it as of a ledger row.
+
+    Raises `ValueError` for a run without a row to go back to, or a row that is not there.
+    """
+    if as_of is None and run_id is not None:
+        raise ValueError("--run goes with --as-of; without it a query sees every run.")
+    if as_of is None or run_id is None:
+        return connect(lake)
+    return connect_as_of(lake, run_id, as_of)
+
+
+def history_of(lake: str | None, table: str) -> list[dict[str, Any]]:
+    """The Delta versions of a table. Raises `ValueError` without a lake or for another name."""
+    if lake is None:
+        raise ValueError("--history needs --lake: a table's versions are those of one lake.")
+    return table_history(Lake.open(lake), table)
 
 
 def publications(lake: Lake, run_id: str) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from schemas.tables import ALWAYS_COUNTED, TABLES
 from schemas.views import view_sources
+from tasks.lake.delta_log import TableLog
 from tasks.lake.lake import Lake
 from tasks.lake.reader import Database, quoted
 
@@ -26,8 +27,36 @@ def connect(lake: Lake) -> duckdb.DuckDBPyConnection:
     visible = {
         write_id for run in lake.run_ids() for write_id in lake.ledger(run).visible_write_ids
     }
+    return open_connection(lake, visible, {name: lake.files(name) for name in TABLES})
+
+
+def connect_as_of(lake: Lake, run_id: str, seq: int) -> duckdb.DuckDBPyConnection:
+    """A connection over one run as it stood when row `seq` was its ledger's last.
+
+    Every table shows what the rows up to there name, so all agree. `<table>_all` is what lies in
+    the run's files today.
+
+    Raises:
+        ValueError: the ledger has no such row.
+    """
+    entries = lake.ledger(run_id).entries
+    if not 0 <= seq < len(entries):
+        raise ValueError(
+            f"The ledger of run {run_id} has rows 0 to {len(entries) - 1}, not {seq}; "
+            '`rollhouse sql "SELECT seq, kind, committed_at FROM ledger"` lists them.'
+        )
+    visible = {write_id for entry in entries[: seq + 1] for write_id in entry.write_ids}
+    files = {name: lake.files(name, run_id=run_id) for name in TABLES}
+    return open_connection(lake, visible, files, last_seq=seq)
+
+
+def open_connection(
+    lake: Lake, visible: set[str], files: dict[str, list[str]], *, last_seq: int | None = None
+) -> duckdb.DuckDBPyConnection:
+    """A locked connection in which the rows of `visible` writes count, up to ledger row `last_seq`;
+    `files` are the Parquet files of each table."""
     connection = Database(lake.storage).connection
-    _define(connection, visible, {name: lake.files(name) for name in TABLES})
+    _define(connection, visible, files, last_seq)
     connection.sql(f"SET allowed_directories = [{quoted(lake.uri + '/')}]")
     connection.sql("SET enable_external_access = false")
     connection.sql("SET lock_configuration = true")
@@ -35,23 +64,36 @@ def connect(lake: Lake) -> duckdb.DuckDBPyConnection:
 
 
 def _define(
-    connection: duckdb.DuckDBPyConnection, visible: set[str], paths: dict[str, list[str]]
+    connection: duckdb.DuckDBPyConnection,
+    visible: set[str],
+    paths: dict[str, list[str]],
+    last_seq: int | None = None,
 ) -> None:
     connection.sql("SET TimeZone = 'UTC'")
-    connection.register(
-        "recorded_writes", pa.table({"write_id": pa.array(sorted(visible), pa.string())})
-    )
+    recorded = pa.table({"write_id": pa.array(sorted(visible), pa.string())})
+    create_table(connection, "recorded_writes", recorded)
     for name, table in TABLES.items():
-        _create_table_views(connection, name, table.schema, paths.get(name, []))
+        _create_table_views(connection, name, table.schema, paths.get(name, []), last_seq)
     for name, sql in view_sources().items():
         connection.sql(f"CREATE VIEW {name} AS {sql}")
 
 
+def create_table(connection: duckdb.DuckDBPyConnection, name: str, rows: pa.Table) -> None:
+    """Copies an Arrow table into DuckDB, whose joins push filters down that Arrow scans lack."""
+    connection.register("copied", rows)
+    connection.execute(f"CREATE TABLE {name} AS FROM copied")
+    connection.unregister("copied")
+
+
 def _create_table_views(
-    connection: duckdb.DuckDBPyConnection, name: str, schema: pa.Schema, paths: list[str]
+    connection: duckdb.DuckDBPyConnection,
+    name: str,
+    schema: pa.Schema,
+    paths: list[str],
+    last_seq: int | None,
 ) -> None:
     # The empty table of today's schema gives old files their new columns and no files their types.
-    connection.register(f"{name}_schema", schema.empty_table())
+    create_table(connection, f"{name}_schema", schema.empty_table())
     source = f"SELECT * FROM {name}_schema"
     if paths:
         listed = ", ".join(map(quoted, paths))
@@ -62,6 +104,8 @@ def _create_table_views(
     connection.sql(f"CREATE VIEW {name}_all AS {source}")
     # A ledger row names the others; these count as a whole.
     where = "" if name in ALWAYS_COUNTED else " SEMI JOIN recorded_writes USING (write_id)"
+    if name == "ledger" and last_seq is not None:
+        where = f" WHERE seq <= {last_seq}"
     connection.sql(f"CREATE VIEW {name} AS SELECT * FROM {name}_all{where}")
 
 
@@ -115,6 +159,17 @@ def _refusing() -> Iterator[None]:
             f"The query cannot run: {error}\n`rollhouse views` and `rollhouse describe TABLE` show "
             "what there is."
         ) from None
+
+
+def table_history(lake: Lake, name: str) -> list[dict[str, Any]]:
+    """The Delta versions of a table, newest first: version, committed_at, operation, writer.
+
+    Versions whose log was cleaned up are not listed. Raises `ValueError` if the lake has no such
+    table.
+    """
+    if name not in lake.tables:
+        raise ValueError(f"The lake has no table {name}; it has {', '.join(lake.tables)}.")
+    return TableLog(lake.storage.child(name)).history()
 
 
 def describe_columns(name: str) -> Iterator[tuple[str, str, str]]:

@@ -48,7 +48,7 @@ class Window:
         return cls(rows("trajectories"), rows("segments"), rows("requests"), rows("routing"))
 
     def write(self, lake: Lake, *, run_id: str, cycle: int, lease: int) -> tuple[str, ...]:
-        """Writes the rows under write ids that nothing names yet."""
+        """Writes the rows under write ids that nothing names yet; what is empty gets none."""
         tables = {
             "trajectories": self.trajectories,
             "segments": self.segments,
@@ -58,7 +58,7 @@ class Window:
         return tuple(
             lake.append(name, rows, run_id=run_id, cycle=cycle, lease=lease)
             for name, rows in tables.items()
-            if rows.num_rows or name != "routing"
+            if rows.num_rows
         )
 
 

@@ -13,6 +13,17 @@ from urllib.request import urlopen
 
 BUCKET = "rollouts"
 KEYS = {"AWS_ACCESS_KEY_ID": "rollhouse-tests", "AWS_SECRET_ACCESS_KEY": "not-a-secret"}
+READER_KEYS = {"AWS_ACCESS_KEY_ID": "rollhouse-reader", "AWS_SECRET_ACCESS_KEY": "nor-this"}
+READER = {
+    "name": "reader",
+    "credentials": [
+        {
+            "accessKey": READER_KEYS["AWS_ACCESS_KEY_ID"],
+            "secretKey": READER_KEYS["AWS_SECRET_ACCESS_KEY"],
+        }
+    ],
+    "actions": ["Read", "List"],
+}
 IDENTITY = {
     "name": "tests",
     "credentials": [
@@ -61,7 +72,7 @@ class S3Server:
         data = self.root / "data"
         data.mkdir(parents=True, exist_ok=True)
         config = self.root / "s3.json"
-        config.write_text(json.dumps({"identities": [IDENTITY]}))
+        config.write_text(json.dumps({"identities": [IDENTITY, READER]}))
         master, volume, filer, s3 = self.ports
         command = [
             *(str(Path(sys.executable).parent / "weed"), "-logtostderr=false"),

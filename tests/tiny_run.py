@@ -12,6 +12,7 @@ from pathlib import Path
 from flows.run import execute_run_sync
 from flows.run_file import load_run_file
 from schemas.config import RunConfig
+from tasks.invariants import Finding, check_lake
 from tasks.lake.lake import Lake
 from tasks.lake.ledger import Entry
 from tasks.query import connect
@@ -95,6 +96,12 @@ class TinyRun:
             .sql("SELECT trajectory_id FROM step_trajectories GROUP BY 1 HAVING count(*) > 1")
             .fetchall()
         )
+
+    def broken_invariants(self) -> list[Finding]:
+        """What `rollhouse doctor` would complain of."""
+        findings = list(check_lake(self.lake))
+        assert {finding.run_id for finding in findings} == {None, RUN_ID}
+        return [finding for finding in findings if not finding.ok]
 
     def canonical_ledger(self) -> list[tuple[object, ...]]:
         """What a run must come to whatever killed it on the way: kind, batch, version, the ordered

@@ -63,6 +63,11 @@ def _now_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
+def schema_version(handle: DeltaTable) -> int:
+    """The schema version that the table was made or migrated with; 0 without one."""
+    return int(handle.metadata().configuration.get(SCHEMA_VERSION_KEY, "0"))
+
+
 def is_delta_table(storage: Storage) -> bool:
     with explain_errors(f"look for a lake at {storage.uri}", storage.uri, DeltaError):
         return storage.patiently(lambda: DeltaTable.is_deltatable(storage.uri, storage.options()))
@@ -127,7 +132,7 @@ class LakeTable:
                 f"The lake at {root.uri} has no table {table.name}; `rollhouse run RUN.toml` makes "
                 "it."
             ) from error
-        self._refuse_newer_schema()
+        self.is_older = self._refuse_newer_schema() < SCHEMA_VERSION
         self._durable_version = self._handle.version()
 
     def _open(self) -> None:
@@ -142,12 +147,26 @@ class LakeTable:
         action = f"{verb} table {self.table.name} at {self.storage.uri}"
         return explain_errors(action, self.storage.uri, DeltaError)
 
-    def _refuse_newer_schema(self) -> None:
-        version = int(self._handle.metadata().configuration.get(SCHEMA_VERSION_KEY, "0"))
+    def _refuse_newer_schema(self) -> int:
+        version = schema_version(self._handle)
         if version > SCHEMA_VERSION:
             raise ValueError(
                 f"Table {self.table.name} at {self.storage.uri} has schema version {version}, this "
                 f"Rollhouse reads up to {SCHEMA_VERSION}; upgrade Rollhouse to open this lake."
+            )
+        return version
+
+    def _refuse_older_schema(self) -> None:
+        """A lake that was only opened may be migrated by another process meanwhile."""
+        if not self.is_older:
+            return
+        with self._lock:
+            self.update()
+            self.is_older = self._refuse_newer_schema() < SCHEMA_VERSION
+        if self.is_older:
+            raise ValueError(
+                f"Table {self.table.name} at {self.storage.uri} was made by an older Rollhouse and "
+                "is read-only until it is migrated; `rollhouse run RUN.toml` does that."
             )
 
     @contextmanager
@@ -226,10 +245,12 @@ class LakeTable:
         have committed.
 
         Raises:
+            ValueError: the table has an older schema.
             CommitFailedError: the transaction's application has moved on.
             OSError: the file or the commit could not be written; as long as no ledger row names
                 the write id, its rows stay invisible.
         """
+        self._refuse_older_schema()
         write_id = new_write_id(lease)
         typed = file_rows(self.table, rows, write_id)
         add = self.write_file(typed, write_id, run_id=run_id, cycle=cycle, data_change=True)
@@ -290,6 +311,7 @@ class LakeTable:
         Raises:
             FilesChanged: another writer has taken out some of the files.
         """
+        self._refuse_older_schema()
         now = _now_ms()
         removals = [
             RemoveAction(

@@ -15,24 +15,30 @@ import pyarrow as pa
 from schemas.tables import ALWAYS_COUNTED, TABLES
 from tasks.lake.delta import LakeTable, create_delta_table, is_delta_table
 from tasks.lake.ledger import Ledger
+from tasks.lake.migration import migrate
 from tasks.lake.reader import Database, check_rows
 from tasks.storage import Storage, open_storage
 
 
 class Lake:
-    """An open lake; safe to use from threads, and from several processes that each open it."""
+    """An open lake; safe to use from threads, and from several processes that each open it.
 
-    def __init__(self, storage: Storage):
+    `tables` holds those that are there: a lake that an older Rollhouse made, and only this one's
+    `create` migrates, may lack some, which are then read as empty.
+    """
+
+    def __init__(self, storage: Storage, *, allow_missing: bool = False):
         self.uri = storage.uri
         self.storage = storage
-        self._tables = {name: LakeTable(storage, table) for name, table in TABLES.items()}
+        self.tables = _open_tables(storage, allow_missing)
         self._database = Database(storage)
         self._ledgers: dict[str, Ledger] = {}
         self._lock = threading.Lock()
 
     @classmethod
     def create(cls, uri: str | Path) -> "Lake":
-        """Makes what tables are missing and opens the lake; several processes may race to.
+        """Makes what tables and columns are missing and opens the lake; several processes may race
+        to.
 
         Raises:
             ValueError: the URI is neither a directory nor in S3, or a table is newer than this
@@ -43,11 +49,18 @@ class Lake:
         storage.prepare()
         for table in TABLES.values():
             create_delta_table(storage, table)
-        return cls(storage)
+        lake = cls(storage)
+        older = [table for table in TABLES.values() if lake.tables[table.name].is_older]
+        # The ledger is TABLES' last, so its version is the lake's.
+        for table in older:
+            migrate(storage, table)
+        return cls(storage) if older else lake
 
     @classmethod
-    def open(cls, uri: str | Path) -> "Lake":
-        """Opens an existing lake: a directory or `s3://bucket/prefix`.
+    def open(cls, uri: str | Path, *, allow_missing: bool = False) -> "Lake":
+        """Opens an existing lake, a directory or `s3://bucket/prefix`, without writing anything.
+
+        `allow_missing` is for who looks after damage: tables that are gone are read as empty.
 
         Raises:
             ValueError: there is none, or it is newer than this Rollhouse.
@@ -56,7 +69,7 @@ class Lake:
         storage = open_storage(uri)
         if not is_delta_table(storage.child("ledger")):
             raise ValueError(f"No lake at {storage.uri}; `rollhouse run RUN.toml` makes one.")
-        return cls(storage)
+        return cls(storage, allow_missing=allow_missing)
 
     def append(self, table: str, rows: pa.Table, *, run_id: str, cycle: int, lease: int) -> str:
         """Writes rows under a new write id and returns it; durable on return.
@@ -69,7 +82,13 @@ class Lake:
             StorageError: a disk or object store refused; nothing became visible.
         """
         assert table != "ledger", "the ledger is written through `Ledger.append`"
-        target = self.table(table)
+        _known(table)
+        if table not in self.tables:
+            raise ValueError(
+                f"The lake at {self.uri} has no table {table} yet; `rollhouse run RUN.toml` "
+                "migrates it."
+            )
+        target = self.tables[table]
         check_rows(self._database.connection, target.table, rows)
         return target.append(rows, run_id=run_id, cycle=cycle, lease=lease)
 
@@ -85,7 +104,10 @@ class Lake:
 
         `predicate` is a Delta SQL expression over scalar columns that prunes files by statistics.
         """
-        return self.table(table).files(run_id=run_id, cycle=cycle, predicate=predicate)
+        _known(table)
+        if table not in self.tables:
+            return []
+        return self.tables[table].files(run_id=run_id, cycle=cycle, predicate=predicate)
 
     def read(
         self,
@@ -108,7 +130,7 @@ class Lake:
         Raises:
             ValueError: table or column unknown.
         """
-        target = self.table(table)
+        _known(table)
         wanted: Collection[str] | None
         if write_ids == "all" or (write_ids is None and table in ALWAYS_COUNTED):
             wanted = None
@@ -120,8 +142,8 @@ class Lake:
                 span = f"write_id >= '{min(wanted)}' AND write_id <= '{max(wanted)}'"
                 predicate = span if predicate is None else f"({predicate}) AND {span}"
         return self._database.read_files(
-            target.table,
-            target.files(run_id=run_id, predicate=predicate),
+            TABLES[table],
+            self.files(table, run_id=run_id, predicate=predicate),
             columns=columns,
             where=where,
             params=params,
@@ -133,7 +155,7 @@ class Lake:
         """The run's ledger, refreshed; the same object each time, so that only news is read."""
         with self._lock:
             if run_id not in self._ledgers:
-                table = self._tables["ledger"]
+                table = self.tables["ledger"]
                 self._ledgers[run_id] = Ledger(
                     run_id,
                     table,
@@ -146,17 +168,23 @@ class Lake:
 
     def run_ids(self) -> list[str]:
         """Runs that have a ledger, sorted."""
-        return self._tables["ledger"].run_ids()
+        return self.tables["ledger"].run_ids()
 
     def _holds_write(self, run_id: str, write_id: str) -> bool:
-        return any(table.holds_write(write_id, run_id) for table in self._tables.values())
+        return any(table.holds_write(write_id, run_id) for table in self.tables.values())
 
-    def table(self, name: str) -> LakeTable:
-        """A table as files and commits, for maintenance.
 
-        Raises:
-            ValueError: the lake has no such table.
-        """
-        if name not in self._tables:
-            raise ValueError(f"The lake has no table {name}; it has {', '.join(self._tables)}.")
-        return self._tables[name]
+def _known(name: str) -> None:
+    if name not in TABLES:
+        raise ValueError(f"The lake has no table {name}; it has {', '.join(TABLES)}.")
+
+
+def _open_tables(storage: Storage, allow_missing: bool) -> dict[str, LakeTable]:
+    ledger = LakeTable(storage, TABLES["ledger"])
+    tables = {}
+    for name, table in TABLES.items():
+        may_lack = (allow_missing or ledger.is_older) and name != "ledger"
+        if may_lack and not is_delta_table(storage.child(name)):
+            continue
+        tables[name] = ledger if name == "ledger" else LakeTable(storage, table)
+    return tables

@@ -79,7 +79,12 @@ class Plan:
 
 def plan_run(lake: Lake, run_id: str, policy: MaintenanceSection, now: datetime) -> Plan:
     grace = now - timedelta(hours=policy.grace_hours)
-    listed = {name: lake.table(name).current_files(run_id) for name in TABLES}
+    if missing := sorted(TABLES.keys() - lake.tables.keys()):
+        raise ValueError(
+            f"The lake at {lake.uri} has no table {missing[0]} yet; `rollhouse run RUN.toml` "
+            "migrates it."
+        )
+    listed = {name: table.current_files(run_id) for name, table in lake.tables.items()}
     # Read after the files, so that each write of a closed cycle is as named as it will be.
     facts = read_facts(lake.ledger(run_id))
     expirations = tuple(_expirations(lake, facts, listed, policy, now))

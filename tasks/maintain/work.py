@@ -50,7 +50,7 @@ def _add_up(skipped: Iterable[Counter[str]]) -> Counter[str]:
 
 def _remove(lake: Lake, removal: Removal, now: datetime) -> Counter[str]:
     _record(lake, removal, now)
-    return _replace(lake.table(removal.table), removal.files, data_change=True)
+    return _replace(lake.tables[removal.table], removal.files, data_change=True)
 
 
 def _record(lake: Lake, removal: Removal, now: datetime) -> None:
@@ -81,7 +81,7 @@ def _record(lake: Lake, removal: Removal, now: datetime) -> None:
 
 
 def _merge(lake: Lake, merge: Merge) -> Counter[str]:
-    table = lake.table(merge.table)
+    table = lake.tables[merge.table]
     added = [_write_merged(table, group) for group in merge.groups]
     return _replace(table, merge.files, added, data_change=False)
 
@@ -123,7 +123,7 @@ def vacuum_plan(
     cutoff = now - timedelta(hours=policy.grace_hours)
     found = {}
     for name in TABLES:
-        table = lake.table(name)
+        table = lake.tables[name]
         storage = table.storage
         old = [
             file
@@ -141,4 +141,4 @@ def vacuum_plan(
 
 def delete_files(lake: Lake, found: dict[str, list[StoredFile]]) -> None:
     for name, files in found.items():
-        lake.table(name).storage.delete(file.path for file in files)
+        lake.tables[name].storage.delete(file.path for file in files)

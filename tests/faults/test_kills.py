@@ -60,6 +60,7 @@ def assert_ended_like(tiny: TinyRun, uninterrupted: list) -> None:
     ends = connection.sql("SELECT ended, count(*) FROM trajectory_ends GROUP BY 1").fetchall()
     assert ends == [("trained", 128)]
     assert tiny.trained_twice() == []
+    assert tiny.broken_invariants() == []
 
 
 def test_kills_of_the_controller(tiny_run, uninterrupted):
@@ -134,6 +135,7 @@ def test_kills_of_an_asynchronous_controller_lose_and_double_nothing(tiny_run):
     ends = connection.sql("SELECT ended, count(*) FROM trajectory_ends GROUP BY 1").fetchall()
     assert dict(ends)["trained"] == 128 and {row[0] for row in ends} <= {"trained", "dropped"}
     assert tiny.trained_twice() == []
+    assert tiny.broken_invariants() == []
     versions = [e.version for e in tiny.entries if e.kind == "version_published"]
     assert versions == [0, 1, 2, 3, 4]
     assert connection.sql("SELECT max(lag_versions) <= 2 FROM token_scores").fetchone() == (True,)

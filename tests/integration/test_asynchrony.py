@@ -63,6 +63,7 @@ def test_every_rollout_ends_once_and_with_a_reason(finished):
     assert sum(row[0] == "trained" for row in ends) == 64
     assert all((row[1] is not None) == (row[0] == "dropped") for row in ends)
     assert tiny.trained_twice() == []
+    assert tiny.broken_invariants() == []
 
 
 def test_weights_changed_while_rollouts_ran(finished):

@@ -18,6 +18,7 @@ def test_a_run_in_a_bucket_ends_as_on_a_disk(finished_run, tiny_run, s3_uri: str
     second = tiny.run("--no-prefect")
     assert second.returncode == 0, second.stderr
     assert count(tiny.entries, "cycle_closed") == 2
+    assert tiny.broken_invariants() == []
     on_disk, _ = finished_run
     assert tiny.canonical_ledger() == on_disk.canonical_ledger()
     assert not (tiny.root / "lake").exists() and not (tiny.root / "store").exists()

@@ -13,6 +13,7 @@ from flows.opening import find_run
 from schemas.views import view_sources
 from tasks.interchange.imported import import_rollouts
 from tasks.interchange.source import Options
+from tasks.invariants import check_lake
 from tasks.lake.batches import read_batch, trajectories_hash, write_batch
 from tasks.lake.lake import Lake
 from tasks.lake.ledger import Ledger
@@ -422,3 +423,11 @@ def test_every_view_works_over_an_import(tmp_path: Path):
     }
     assert (counts["tokens"], counts["tokens_all"], counts["trajectory_ends"]) == (25, 25, 3)
     assert counts["token_scores"] == counts["signals_by_step"] == 0
+
+
+def test_a_lake_of_imports_keeps_every_invariant(tmp_path: Path):
+    imported(tmp_path / "lake", FIXTURES / "trl", "trl", rewards={"short_reward": 1.0})
+    imported(tmp_path / "lake", verl_dump(tmp_path, 1, [0.0, 1.0]), "verl", run_id="other")
+    findings = list(check_lake(Lake.open(tmp_path / "lake")))
+    assert [finding for finding in findings if not finding.ok] == []
+    assert {finding.run_id for finding in findings} == {None, "r", "other"}

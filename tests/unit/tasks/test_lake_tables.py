@@ -5,7 +5,6 @@ import re
 import tempfile
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
 
 import duckdb
 import pyarrow as pa
@@ -20,6 +19,7 @@ from tasks.lake.files import new_write_id, partition_dir, uuid7
 from tasks.lake.ledger import Ledger
 from tasks.lake.writer import delta_statistics
 from tasks.storage import StorageError
+from tests.tables import rows_of
 
 RUN = "demo"
 
@@ -34,48 +34,6 @@ def opened(lake: Lake, run_id: str = RUN) -> Ledger:
     ledger = lake.ledger(run_id)
     ledger.append("run_created", lease=0)
     return ledger
-
-
-def value(kind: pa.DataType, index: int) -> Any:
-    """A value of an Arrow type that differs by index."""
-    if pa.types.is_boolean(kind):
-        return index % 2 == 0
-    if pa.types.is_integer(kind):
-        return index
-    if pa.types.is_floating(kind):
-        return index + 0.25
-    if pa.types.is_string(kind):
-        return f"text {index}"
-    if pa.types.is_binary(kind):
-        return bytes([index, 0, 255])
-    if pa.types.is_timestamp(kind):
-        return datetime(2026, 1, 1, tzinfo=UTC) + timedelta(microseconds=index)
-    if pa.types.is_map(kind):
-        return [("a", value(kind.item_type, index)), ("b", value(kind.item_type, index + 1))]
-    if pa.types.is_struct(kind):
-        return {field.name: value(field.type, index) for field in kind}
-    assert pa.types.is_list(kind)
-    return [value(kind.value_type, index + offset) for offset in range(3)]
-
-
-ALLOWED = {
-    "kind": "action",
-    "status": "completed",
-    "split": "train",
-    "drift": "clean",
-    "action": "drop",
-    "origin": "verl",
-}
-
-
-def rows_of(table: str, count: int) -> pa.Table:
-    """Rows in the table's order, each value another one where the checks allow it."""
-    schema = TABLES[table].own_schema
-    rows = [
-        {f.name: ALLOWED.get(f.name, value(f.type, index)) for f in schema}
-        for index in range(count)
-    ]
-    return pa.Table.from_pylist(rows, schema=schema)
 
 
 OTHERS = [name for name in TABLES if name != "ledger"]

@@ -314,7 +314,7 @@ def test_a_decision_waits_for_its_adoption_however_long(run: SmallRun):
 def test_vacuum_deletes_what_no_version_of_the_grace_period_holds(lake_uri: str):
     run = SmallRun.create(Lake.create(lake_uri))
     run.whole_cycle()
-    table = run.lake.table("segments")
+    table = run.lake.tables["segments"]
     table.storage.write(f"run_id={RUN}/cycle=0/{new_write_id(1)}.parquet", b"an orphan")
     before = table.update()
     merged = maintain(run.lake, after=timedelta(hours=1))
@@ -349,7 +349,7 @@ def test_two_replacements_of_one_file_cannot_both_be_committed(lake_uri: str):
     run = SmallRun.create(Lake.create(lake_uri))
     for group in (1, 2, 3):
         run.record(group)
-    ours, theirs = run.lake.table("segments"), Lake.open(lake_uri).table("segments")
+    ours, theirs = run.lake.tables["segments"], Lake.open(lake_uri).tables["segments"]
     first, second, third = ours.current_files(RUN)
     theirs.current_files(RUN)
     rows = merged_rows(ours.table, [ours.storage.read(f.path) for f in (first, second)])

@@ -1,0 +1,114 @@
+"""Invariants of the store: checkpoints and published weights are there and are the ones recorded.
+
+Every value is read and hashed again, so that nothing is taken on trust from a manifest.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from tasks.invariants.finding import Invariant
+from tasks.invariants.snapshot import Snapshot
+from tasks.storage import LocalStorage, Storage
+from tasks.storage.s3 import S3Storage
+from tasks.weights import anchors, checkpoints
+from tasks.weights.hashing import root_hash, root_hash_of_stream
+from tasks.weights.store import BucketStore
+
+
+def publication_faults(snapshot: Snapshot) -> Iterator[str]:
+    """Each version_published row has its publications row, with the root hash that training the
+    batch came to."""
+    rows = snapshot.connection.execute(
+        "SELECT version, list(root_hash), list(uri) FROM publications GROUP BY version"
+    ).fetchall()
+    published = {version: (roots, uris) for version, roots, uris in rows}
+    trained = {entry["batch"]: entry["root_hash"] for entry in snapshot.of_kind("batch_trained")}
+    for entry in snapshot.of_kind("version_published"):
+        version, root = entry["version"], entry["root_hash"]
+        roots, uris = published.pop(version, ([], []))
+        place = f"row {entry['seq']} (version {version})"
+        if len(roots) != 1:
+            yield f"{place} has {len(roots)} publications rows"
+        elif roots != [root] or uris != [entry["details"].get("uri")]:
+            yield f"{place} and its publications row name other weights: {root}, {roots[0]}"
+        if version in trained and trained[version] != root:
+            yield f"{place} published {root}, but batch {version} was trained to {trained[version]}"
+    for version in published:
+        yield f"publications: version {version} has no version_published row"
+
+
+@contextmanager
+def _folder(store: Storage, relative: str, manifest: str) -> Iterator[Path]:
+    """A folder of the store on this machine; of a bucket, a fresh copy and no cached one."""
+    if isinstance(store, LocalStorage):
+        yield store.root / relative
+        return
+    assert isinstance(store, S3Storage)
+    with TemporaryDirectory() as copies:
+        yield BucketStore(store, Path(copies)).get(relative, manifest)
+
+
+def checkpoint_faults(store: Storage, snapshot: Snapshot) -> Iterator[str]:
+    """Each trained batch's checkpoint is whole and holds the values that the batch came to."""
+    run = store.child(snapshot.run_id)
+    for entry in snapshot.of_kind("batch_trained"):
+        place = f"row {entry['seq']} (batch {entry['batch']})"
+        try:
+            with _folder(run, entry["checkpoint"], checkpoints.MANIFEST) as folder:
+                batch = checkpoints.read_manifest(folder)["batch"]
+                root = root_hash_of_stream(checkpoints.published_values(folder))
+        except Exception as error:
+            # Whatever damaged bytes make a reader say, the checkpoint is not what was written.
+            yield f"{place}: {_first_line(error)}"
+            continue
+        if batch != entry["batch"]:
+            yield f"{place}: {entry['checkpoint']} is of batch {batch}"
+        if root != entry["root_hash"]:
+            yield f"{place}: {entry['checkpoint']} holds root hash {root}, not the ledger's"
+
+
+def weight_faults(store: Storage, snapshot: Snapshot) -> Iterator[str]:
+    """Each published version's folder is whole and holds the values that the ledger names."""
+    run = store.child(snapshot.run_id)
+    for entry in snapshot.of_kind("version_published"):
+        place, uri = f"row {entry['seq']} (version {entry['version']})", entry["details"]["uri"]
+        try:
+            with _folder(run, uri, anchors.MANIFEST) as folder:
+                root = root_hash(anchors.read_anchor(folder))
+        except Exception as error:
+            yield f"{place}: {_first_line(error)}"
+            continue
+        if root != entry["root_hash"]:
+            yield f"{place}: {uri} holds root hash {root}, not the ledger's"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
+PUBLICATIONS = Invariant(
+    "publications",
+    lambda s: list(publication_faults(s)),
+    lambda s: f"{len(s.of_kind('version_published'))} versions",
+)
+
+
+def store_invariants(store: Storage) -> tuple[Invariant, ...]:
+    """What is checked in `store`, which holds a folder for each run."""
+    fix = f"restore {store.uri} from a backup; if it lies elsewhere, pass --store"
+    return (
+        Invariant(
+            "checkpoints",
+            lambda s: list(checkpoint_faults(store, s)),
+            lambda s: f"{len(s.of_kind('batch_trained'))} checkpoints, every value hashed",
+            fix,
+        ),
+        Invariant(
+            "weights",
+            lambda s: list(weight_faults(store, s)),
+            lambda s: f"{len(s.of_kind('version_published'))} versions, every value hashed",
+            fix,
+        ),
+    )
