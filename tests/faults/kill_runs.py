@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from schemas.tables import TABLES
 from tasks.publish import version_dir
 from tasks.query import connect
 from tasks.warm_start import starting_checkpoint
@@ -69,8 +70,11 @@ def chosen(point: Point, seed: int) -> int:
 
 
 def broken_invariants(tiny: TinyRun) -> list[str]:
-    """What must hold of a finished run whatever killed it, at any k."""
+    """What must hold of a finished run whatever killed it, at any k. Raises what a table that does
+    not open raises."""
     config, lake, found = tiny.config, tiny.lake, []
+    for table in TABLES:
+        lake.read(table, run_id=RUN_ID, write_ids="all")
     connection = connect(lake)
     ends = dict(connection.sql("SELECT ended, count(*) FROM trajectory_ends GROUP BY 1").fetchall())
     expected = NUM_BATCHES * BATCH_TRAJECTORIES
@@ -164,7 +168,6 @@ class KillMatrix:
             return self._execute(
                 server, tiny, {"process": point.process, "nth": occurrence, **call}
             )
-
         assert isinstance(place, Request)
         address = os.environ["AWS_ENDPOINT_URL"]
         proxy = KillingProxy(address, place.request, place.moment, occurrence, victim)
@@ -191,7 +194,7 @@ class KillMatrix:
                 check=False,
             )
 
-        tracing = threading.Thread(target=attach)
+        tracing = threading.Thread(target=attach, daemon=True)
         tracing.start()
         yield
         tracing.join()
