@@ -47,7 +47,7 @@ CALLS: dict[str, tuple[str, str, Callable[..., object]]] = {
     "commit": (
         "deltalake.DeltaTable",
         "create_write_transaction",
-        lambda table, *_, **__: table.table_uri,
+        lambda table, *_, **__: table.table_uri.rstrip("/"),
     ),
     "row": ("tasks.lake.ledger.Ledger", "append", lambda ledger, kind, **_: kind),
     "step": ("trainers.optimizer.MasterAdamW", "step", lambda *_: ""),
