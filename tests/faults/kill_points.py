@@ -28,12 +28,13 @@ class Call:
 
 @dataclass(frozen=True)
 class SystemCall:
-    """On entry to the first call of those in `kill_runs` on this very file of the lake, which
-    delta-rs makes. Of `.json#1`, its staging file, the first is the write into it; of `.json` the
-    link that is the commit."""
+    """On entry to the first of these calls on this very file of the lake, which delta-rs makes. Of
+    `.json#1`, its staging file, that is the write into it; of `.json` the link that is the commit.
+    """
 
     path: str
     versions: tuple[int, ...] = (0,)
+    calls: str = "write,link,linkat"
 
 
 @dataclass(frozen=True)
@@ -116,10 +117,10 @@ ON_DISK = (
                 "fsync", r"ledger/_delta_log/\d+\.json$", "before", (9, 10, 14, 3, 16)
             ),
             "writing the ledger's checkpoint": SystemCall(
-                "ledger/_delta_log/{:020d}.checkpoint.parquet#1", (10,)
+                "ledger/_delta_log/{:020d}.checkpoint.parquet#1", (9,)
             ),
             "renaming the ledger's last checkpoint": SystemCall(
-                "ledger/_delta_log/_last_checkpoint"
+                "ledger/_delta_log/_last_checkpoint#1", calls="rename,renameat,renameat2"
             ),
             "before the evals commit": Call("commit", "evals$", "before", (1, 2)),
             "before evaluated": Call("row", "^evaluated", "before", (2, 1)),

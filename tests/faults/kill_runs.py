@@ -31,8 +31,6 @@ BATCH_TRAJECTORIES = 8
 
 AHEAD = ("asynchrony.k=1", "asynchrony.update=keep")
 
-KILLED_AT = "write,linkat,link,rename,renameat,renameat2"
-
 
 def can_trace() -> bool:
     """Whether strace is here and may attach to a process."""
@@ -161,7 +159,7 @@ class KillMatrix:
 
         if isinstance(place, SystemCall):
             file = str(tiny.root / "lake" / place.path.format(occurrence))
-            with self._traced(tiny, point.process, file):
+            with self._traced(tiny, point.process, file, place.calls):
                 return self._execute(server, tiny, traced=point.process)
         if isinstance(place, Call):
             call = {"call": place.call, "path": place.path, "moment": place.moment}
@@ -177,9 +175,9 @@ class KillMatrix:
             proxy.close()
 
     @contextmanager
-    def _traced(self, tiny: TinyRun, process: str, file: str) -> Iterator[None]:
-        """Has strace kill a process of the run that is about to start at its first call on a file.
-        The run waits for strace."""
+    def _traced(self, tiny: TinyRun, process: str, file: str, calls: str) -> Iterator[None]:
+        """Has strace kill a process of the run that is about to start at its first of these
+        calls on a file. The run waits for strace."""
 
         def attach() -> None:
             pids = tiny.root / "pids.json"
@@ -189,7 +187,7 @@ class KillMatrix:
                 [
                     *("strace", "-f", "-qq", "-o", str(tiny.root / "strace.txt")),
                     *("-p", str(json.loads(pids.read_text())[process]), "-P", file),
-                    *("-e", f"trace={KILLED_AT}", "-e", f"inject={KILLED_AT}:signal=SIGKILL"),
+                    *("-e", f"trace={calls}", "-e", f"inject={calls}:signal=SIGKILL"),
                 ],
                 check=False,
             )
