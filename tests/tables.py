@@ -31,6 +31,7 @@ def value(kind: pa.DataType, index: int) -> Any:
 
 
 ALLOWED = {
+    "action": "drop",
     "origin": "verl",
     "kind": "action",
     "status": "completed",
