@@ -68,3 +68,15 @@ def lake_uri(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if request.param == "s3":
         return request.getfixturevalue("s3_uri")
     return str(tmp_path / "lake")
+
+
+@pytest.fixture
+def own_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+    """A server that the test may stop and start, and the environment in which clients use it."""
+    server = S3Server(tmp_path / "server")
+    server.start()
+    server.create_bucket(BUCKET)
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    yield server
+    server.stop()

@@ -81,17 +81,6 @@ def test_a_disk_that_cannot_be_written_in_mid_cycle(
     assert_ended_like(tiny, finished_run)
 
 
-@pytest.fixture
-def own_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
-    server = S3Server(tmp_path / "server")
-    server.start()
-    server.create_bucket(BUCKET)
-    for name, value in server.environment.items():
-        monkeypatch.setenv(name, value)
-    yield server
-    server.stop()
-
-
 def test_s3_gone_for_twenty_seconds_and_then_for_good(tiny_run, finished_run, own_server: S3Server):
     tiny = tiny_run(place=f"s3://{BUCKET}/outages")
     with tiny.start("--no-prefect") as process:

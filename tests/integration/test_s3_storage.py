@@ -121,17 +121,6 @@ def test_addresses_that_name_nothing():
         Lake.open("s3://")
 
 
-@pytest.fixture
-def own_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
-    server = S3Server(tmp_path / "server")
-    server.start()
-    server.create_bucket(BUCKET)
-    for name, value in server.environment.items():
-        monkeypatch.setenv(name, value)
-    yield server
-    server.stop()
-
-
 def test_twenty_seconds_without_a_server(own_server: S3Server):
     lake, lease = started(f"s3://{BUCKET}/lake")
     adopt(lake, lease, 0)
