@@ -27,7 +27,8 @@ from tasks.lake import *
 uri, *arguments = sys.argv[1:]
 def decisions(number):
     when = pa.array([number], pa.timestamp("us", "UTC"))
-    return pa.table({"decision": ["approve"], "admission": [number], "rule": ["r"],
+    return pa.table({"decision": ["approve"], "refusal": [number], "admission": [number],
+                     "rule": ["r"],
                      "reviewer": ["me"], "reason": ["x"], "decided_at": when})
 def say(text):
     print(text, flush=True)
@@ -54,7 +55,13 @@ def line_of(process: subprocess.Popen[str]) -> str:
 
 def decisions(number: int) -> pa.Table:
     when = pa.array([number], pa.timestamp("us", "UTC"))
-    columns = {"decision": ["approve"], "admission": [number], "rule": ["r"], "reviewer": ["me"]}
+    columns = {
+        "decision": ["approve"],
+        "refusal": [number],
+        "admission": [number],
+        "rule": ["r"],
+        "reviewer": ["me"],
+    }
     return pa.table({**columns, "reason": ["x"], "decided_at": when})
 
 

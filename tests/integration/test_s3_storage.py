@@ -22,7 +22,13 @@ SECRET = KEYS["AWS_SECRET_ACCESS_KEY"]
 
 def decisions(number: int) -> pa.Table:
     when = pa.array([number], pa.timestamp("us", "UTC"))
-    columns = {"decision": ["approve"], "admission": [number], "rule": ["r"], "reviewer": ["me"]}
+    columns = {
+        "decision": ["approve"],
+        "refusal": [number],
+        "admission": [number],
+        "rule": ["r"],
+        "reviewer": ["me"],
+    }
     return pa.table({**columns, "reason": ["x"], "decided_at": when})
 
 
