@@ -140,7 +140,7 @@ def test_killed_at_any_system_call_it_loses_nothing_and_finishes_when_run_again(
         assert found.pop("routing") == [] and len(found.pop("maintenance")) == 2
         assert found == kept
         for table in ("segments", "ledger", "routing"):
-            storage = survivor.table(table).storage
+            storage = survivor.tables[table].storage
             files = [f for f in storage.walk(f"run_id={RUN}") if f.path.endswith(".parquet")]
             assert len(files) == len(survivor.files(table)), "no file is left over"
         take_lease(survivor.ledger(RUN))
