@@ -33,7 +33,7 @@ from tests.vllm_world import (
 pytestmark = pytest.mark.vllm
 
 PLAIN = Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_tokens=64, seed=0)
-LONG = 1000
+LONG = 1500
 PROMPT = tuple(range(1, 33))
 
 
