@@ -177,7 +177,8 @@ def trajectory_tokens(lake: Lake, run_id: str, trajectory_id: str | None) -> dic
         " ORDER BY t.sequence_index, t.position",
         [run_id, trajectory_id],
     ).fetchall()
-    if not tokens:
+    # An import may know a rollout as text alone.
+    if not tokens and first is not None:
         _explain_missing_tokens(lake, run_id, trajectory_id)
     return dict(zip(names, row, strict=True)) | {
         "tokens": [
