@@ -48,3 +48,16 @@ def rows_of(table: str, count: int) -> pa.Table:
         for index in range(count)
     ]
     return pa.Table.from_pylist(rows, schema=schema)
+
+
+def decisions(number: int) -> pa.Table:
+    """One row of `decisions`, told from others by its number."""
+    when = pa.array([number], pa.timestamp("us", "UTC"))
+    columns = {
+        "decision": ["approve"],
+        "refusal": [number],
+        "admission": [number],
+        "rule": ["r"],
+        "reviewer": ["me"],
+    }
+    return pa.table({**columns, "reason": ["x"], "decided_at": when})

@@ -10,12 +10,12 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
 
 from tasks.lake import Lake, LeaseHeld, LeaseLost, Ledger, take_lease
 from tasks.storage import StorageError
+from tests.tables import decisions
 
 RUN = "demo"
 ROOT = Path(__file__).parents[2]
@@ -51,18 +51,6 @@ def start(script: str, *arguments: object, wrapper: tuple[str, ...] = ()) -> sub
 def line_of(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
     return process.stdout.readline().strip()
-
-
-def decisions(number: int) -> pa.Table:
-    when = pa.array([number], pa.timestamp("us", "UTC"))
-    columns = {
-        "decision": ["approve"],
-        "refusal": [number],
-        "admission": [number],
-        "rule": ["r"],
-        "reviewer": ["me"],
-    }
-    return pa.table({**columns, "reason": ["x"], "decided_at": when})
 
 
 @pytest.fixture

@@ -7,29 +7,17 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import pyarrow as pa
 import pytest
 
 from tasks.lake import Lake, take_lease
 from tasks.query import QueryRefused, connect, run_query
 from tasks.storage import StorageError, open_storage, s3
 from tests.s3_server import BUCKET, KEYS, S3Server
+from tests.tables import decisions
 from tests.tiny_run import REPOSITORY, ROLLHOUSE
 
 RUN = "demo"
 SECRET = KEYS["AWS_SECRET_ACCESS_KEY"]
-
-
-def decisions(number: int) -> pa.Table:
-    when = pa.array([number], pa.timestamp("us", "UTC"))
-    columns = {
-        "decision": ["approve"],
-        "refusal": [number],
-        "admission": [number],
-        "rule": ["r"],
-        "reviewer": ["me"],
-    }
-    return pa.table({**columns, "reason": ["x"], "decided_at": when})
 
 
 def adopt(lake: Lake, lease: int, number: int) -> None:
