@@ -9,6 +9,9 @@ VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/installed
 ROUTING_VENV := .venv-vllm-routing
 ROUTING_STAMP := $(ROUTING_VENV)/installed
+# Most tests keep one core busy.
+PYTEST := OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup \
+	--no-loadscope-reorder
 
 .PHONY: install vllm cycle cycle-vllm recompute seeds test unit faults integration test-routing \
 	bench-rollout bench-lake kill-matrix check format docs clean
@@ -50,16 +53,16 @@ seeds: install
 	$(BIN)/python tests/benchmarks/demo_seeds.py
 
 test: vllm
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 unit: install
-	$(BIN)/python -m pytest tests/unit
+	$(PYTEST) tests/unit
 
 faults: vllm
-	$(BIN)/python -m pytest tests/faults
+	$(PYTEST) tests/faults
 
 integration: vllm
-	$(BIN)/python -m pytest tests/integration
+	$(PYTEST) tests/integration
 
 # Opt-in: the decoder of vLLM's routed experts, on a server of its own environment.
 test-routing: install $(ROUTING_STAMP)

@@ -13,6 +13,17 @@ from tests.s3_server import BUCKET, S3Server
 from tests.tiny_run import TinyRun
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Shares the tests between two workers: a file is one's, the long ones come first, and vLLM
+    servers start one after another because each wants both cores."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            is_vllm = item.get_closest_marker("vllm") is not None
+            item.add_marker(pytest.mark.xdist_group("vllm" if is_vllm else item.path.stem))
+
+
 @pytest.fixture(scope="session")
 def tiny_policies(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The cache that holds the tiny run's policy, made once."""

@@ -81,10 +81,12 @@ class TinyRun:
     def wait_for(self, condition: Callable[[list[Entry]], bool], timeout_s: float = 240) -> None:
         """Returns once the ledger satisfies `condition`."""
         until = time.monotonic() + timeout_s
+        lake = None
         while time.monotonic() < until:
             # There is no lake before the run has made one.
             with suppress(ValueError):
-                if condition(self.entries):
+                lake = lake or self.lake
+                if condition(lake.ledger(RUN_ID).entries):
                     return
             time.sleep(0.02)
         raise TimeoutError("the ledger never got there")

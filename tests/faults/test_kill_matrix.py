@@ -1,4 +1,4 @@
-"""One seed of the kill matrix (`pytest -m kill_matrix`); `make kill-matrix` takes five."""
+"""One seed of the kill matrix; `make kill-matrix` takes five."""
 
 from pathlib import Path
 
@@ -10,7 +10,6 @@ from tests.faults.kill_runs import AHEAD, KillMatrix, can_trace
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.kill_matrix,
     pytest.mark.skipif(not can_trace(), reason="needs strace and the right to attach it"),
 ]
 
@@ -32,11 +31,13 @@ def test_a_run_killed_anywhere_on_a_disk_ends_as_one_never_killed(tmp_path, tiny
     assert_all_equal(tmp_path, tiny_policies, ON_DISK)
 
 
+@pytest.mark.xdist_group("kill_matrix_in_a_bucket")
 def test_a_run_ahead_of_its_trainer_loses_and_doubles_nothing(tmp_path, tiny_policies):
     assert_all_equal(tmp_path, tiny_policies, POINTS_AHEAD, settings=AHEAD)
 
 
-@pytest.mark.timeout(1200)
+@pytest.mark.xdist_group("kill_matrix_in_a_bucket")
+@pytest.mark.timeout(1800)
 def test_a_run_killed_anywhere_in_a_bucket_ends_as_one_never_killed(
     tmp_path, tiny_policies, s3_uri
 ):

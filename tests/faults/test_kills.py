@@ -1,5 +1,5 @@
-"""`kill -9` of any process in the middle of a cycle; the same command again ends as if nothing
-had happened."""
+"""What a person sees when processes of a run die under their real launchers, and when two
+controllers want one run; `test_kill_matrix` has every point of death."""
 
 import os
 import signal
@@ -39,16 +39,6 @@ def rank_processes(tiny: TinyRun) -> list[int]:
     return found
 
 
-def kill_once(tiny: TinyRun, reached: Reached) -> None:
-    """Starts the controller and kills it once it holds the run and the ledger is there."""
-    leases = 0 if not (tiny.root / "lake").exists() else count(tiny.entries, "lease_taken")
-    holds = after("lease_taken", leases + 1)
-    with tiny.start("--no-prefect") as process:
-        tiny.wait_for(lambda entries: holds(entries) and reached(entries))
-        process.kill()
-        process.communicate()
-
-
 def run_to_its_end(tiny: TinyRun) -> None:
     result = tiny.run("--no-prefect")
     assert result.returncode == 0, result.stderr
@@ -61,25 +51,6 @@ def assert_ended_like(tiny: TinyRun, uninterrupted: list) -> None:
     assert ends == [("trained", 128)]
     assert tiny.trained_twice() == []
     assert tiny.broken_invariants() == []
-
-
-def test_kills_of_the_controller(tiny_run, uninterrupted):
-    """One run, killed at each of these; after each kill it is as far as it would be without."""
-    tiny = tiny_run()
-    for kind, number in (
-        ("cycle_opened", 1),
-        ("rollouts_recorded", 1),
-        ("batch_admitted", 1),
-        ("batch_accepted", 2),
-        ("batch_trained", 3),
-    ):
-        kill_once(tiny, after(kind, number))
-        so_far = tiny.canonical_ledger()
-        assert so_far == uninterrupted[: len(so_far)], f"killed at {kind} {number}"
-    assert len(so_far) < len(uninterrupted)
-    run_to_its_end(tiny)
-    assert_ended_like(tiny, uninterrupted)
-    assert count(tiny.entries, "lease_taken") == 6
 
 
 def test_kill_of_the_trainer(tiny_run, uninterrupted):
@@ -111,31 +82,25 @@ def test_the_trainer_ends_when_its_controller_is_gone(tiny_run):
     assert rank_processes(tiny) == []
 
 
-def test_a_second_controller_is_told_who_holds_the_run(tiny_run):
-    tiny = tiny_run()
-    with tiny.start("--no-prefect") as process:
+def test_two_controllers_on_one_run(tiny_run, uninterrupted, lake_uri: str):
+    """The second is told who holds the run. One that takes over ends the run; the first, which
+    hung, wakes up to find its next ledger write refused."""
+    tiny = tiny_run(place=lake_uri)
+    with tiny.start("--no-prefect") as first:
         tiny.wait_for(after("cycle_opened", 1))
         second = tiny.run("--no-prefect")
         assert second.returncode == 1
-        assert f"held by process {process.pid}" in second.stderr
+        assert f"held by process {first.pid}" in second.stderr
         assert "--take-over" in second.stderr and "Traceback" not in second.stderr
-        process.kill()
-        process.communicate()
-
-
-ASYNCHRONOUS = ("asynchrony.k=2", "asynchrony.update=keep", "trainer.learning_rate=5e-5")
-
-
-def test_kills_of_an_asynchronous_controller_lose_and_double_nothing(tiny_run):
-    tiny = tiny_run(*ASYNCHRONOUS)
-    kill_once(tiny, after("batch_admitted", 1))
-    kill_once(tiny, after("version_published", 3))
-    run_to_its_end(tiny)
-    connection = connect(tiny.lake)
-    ends = connection.sql("SELECT ended, count(*) FROM trajectory_ends GROUP BY 1").fetchall()
-    assert dict(ends)["trained"] == 128 and {row[0] for row in ends} <= {"trained", "dropped"}
-    assert tiny.trained_twice() == []
-    assert tiny.broken_invariants() == []
-    versions = [e.version for e in tiny.entries if e.kind == "version_published"]
-    assert versions == [0, 1, 2, 3, 4]
-    assert connection.sql("SELECT max(lag_versions) <= 2 FROM token_scores").fetchone() == (True,)
+        first.send_signal(signal.SIGSTOP)
+        with tiny.start("--no-prefect", "--take-over") as third:
+            tiny.wait_for(after("lease_taken", 2))
+            first.send_signal(signal.SIGCONT)
+            _, stderr = first.communicate(timeout=300)
+            assert first.returncode == 1
+            assert "another controller has taken over" in stderr and "Traceback" not in stderr
+            _, stderr = third.communicate(timeout=500)
+            assert third.returncode == 0, stderr
+    (_, taken) = [entry.seq for entry in tiny.entries if entry.kind == "lease_taken"]
+    assert {entry.lease for entry in tiny.entries[taken:]} == {taken}
+    assert_ended_like(tiny, uninterrupted)

@@ -81,7 +81,6 @@ def test_a_disk_that_cannot_be_written_in_mid_cycle(
     assert_ended_like(tiny, finished_run)
 
 
-@pytest.mark.kill_matrix
 def test_s3_gone_for_twenty_seconds_and_then_for_good(tiny_run, finished_run, own_server: S3Server):
     tiny = tiny_run(place=f"s3://{BUCKET}/outages")
     with tiny.start("--no-prefect") as process:

@@ -24,9 +24,9 @@ from tests.vllm_world import RUN_ON_VLLM, SCRIPT
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
-def kill(fleet: Fleet, index: int) -> None:
-    """SIGKILL to the whole process group of a server, as if its machine had lost power."""
-    os.killpg(fleet.members[index]._server.pid, signal.SIGKILL)
+def signal_server(fleet: Fleet, index: int, number: signal.Signals) -> None:
+    """To the whole process group of a server; SIGKILL is as if its machine had lost power."""
+    os.killpg(fleet.members[index]._server.pid, number)
 
 
 def script_with(folder: Path, flags: str) -> Path:
@@ -84,16 +84,23 @@ def test_a_server_killed_in_the_middle_of_a_batch(tiny_run: Callable[..., TinyRu
 
 
 async def killed_batch(run, context, fleet, *, first_group=0, kills=True):
-    """Samples and records 64 rollouts; kills server 1 once it has answered eight requests."""
-    victim, num_answered = fleet.members[1], 0
-    generate = victim.generate
+    """Samples and records 64 rollouts; kills server 1 once it has answered eight requests, with
+    its others under way: it stops before they are sent, and dies after."""
+    victim, num_sent, num_answered = fleet.members[1], 0, 0
+    generate, stopped = victim.generate, asyncio.Event()
 
     async def counting(request):
-        nonlocal num_answered
+        nonlocal num_sent, num_answered
+        num_sent += 1
+        if kills and num_sent > 8:
+            await stopped.wait()
         generation = await generate(request)
         num_answered += 1
         if num_answered == 8 and kills:
-            kill(fleet, 1)
+            signal_server(fleet, 1, signal.SIGSTOP)
+            stopped.set()
+            loop = asyncio.get_running_loop()
+            loop.call_later(0.5, signal_server, fleet, 1, signal.SIGKILL)
         return generation
 
     victim.generate = counting

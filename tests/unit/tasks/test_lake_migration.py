@@ -4,7 +4,8 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,22 +32,34 @@ NEW_COLUMNS = {"steps": "metrics", "trajectories": "sampling", "segments": "kv_v
 NEW_CHECK = {"segments": "kind_known"}
 
 
+@contextmanager
+def older_tables() -> Iterator[None]:
+    """The tables without some columns, a check and a table. Their order is part of what is put
+    back: the ledger must be the last."""
+    newer = dict(TABLES)
+    del TABLES["evals"]
+    for name, column in NEW_COLUMNS.items():
+        table = TABLES[name]
+        columns = tuple(c for c in table.columns if c.name != column)
+        dictionary = tuple(c for c in table.dictionary if c != column)
+        TABLES[name] = replace(table, columns=columns, dictionary=dictionary)
+    for name, check in NEW_CHECK.items():
+        checks = {k: v for k, v in TABLES[name].checks.items() if k != check}
+        TABLES[name] = replace(TABLES[name], checks=checks)
+    status = TABLES["trajectories"].checks | {"status_known": "status IS NOT NULL"}
+    TABLES["trajectories"] = replace(TABLES["trajectories"], checks=status)
+    try:
+        yield
+    finally:
+        TABLES.clear()
+        TABLES.update(newer)
+
+
 @pytest.fixture
-def old_lake(lake_uri: str) -> str:
-    """A lake with rows in every table, of a version without some columns, a check and a table."""
-    with pytest.MonkeyPatch.context() as patch:
+def old_lake(lake_uri: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A lake of the older version with rows in every table."""
+    with older_tables(), monkeypatch.context() as patch:
         patch.setattr("tasks.lake.delta.SCHEMA_VERSION", SCHEMA_VERSION - 1)
-        patch.delitem(TABLES, "evals")
-        for name, column in NEW_COLUMNS.items():
-            table = TABLES[name]
-            columns = tuple(c for c in table.columns if c.name != column)
-            dictionary = tuple(c for c in table.dictionary if c != column)
-            patch.setitem(TABLES, name, replace(table, columns=columns, dictionary=dictionary))
-        for name, check in NEW_CHECK.items():
-            checks = {k: v for k, v in TABLES[name].checks.items() if k != check}
-            patch.setitem(TABLES, name, replace(TABLES[name], checks=checks))
-        status = TABLES["trajectories"].checks | {"status_known": "status IS NOT NULL"}
-        patch.setitem(TABLES, "trajectories", replace(TABLES["trajectories"], checks=status))
         lake = Lake.create(lake_uri)
         ledger = lake.ledger(RUN)
         ledger.append("run_created", lease=0)
