@@ -8,7 +8,7 @@ from schemas.tables import SCHEMA_VERSION, TABLES, Table
 from tasks.invariants.finding import Finding, Invariant
 from tasks.invariants.snapshot import Snapshot
 from tasks.lake.batches import trajectories_hash
-from tasks.lake.delta import CHECKPOINT_INTERVAL
+from tasks.lake.creation import CHECKPOINT_INTERVAL
 from tasks.lake.delta_log import TableLog
 from tasks.lake.lake import Lake
 from tasks.lake.migration import CONSTRAINT

@@ -1,4 +1,4 @@
-"""One Delta table of the lake: creation, commits, the current files.
+"""One Delta table of the lake: commits and the current files.
 
 Files are written here and only committed through delta-rs, which costs a few milliseconds a commit
 and leaves naming, encoding, retries and fsync to us. A handle does not advance by its own commit;
@@ -8,7 +8,7 @@ and leaves naming, encoding, retries and fsync to us. A handle does not advance 
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -20,14 +20,10 @@ from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundErr
 from deltalake.transaction import AddAction, RemoveAction
 
 from schemas.tables import SCHEMA_VERSION, Table
+from tasks.lake.creation import CHECKPOINT_INTERVAL, schema_version
 from tasks.lake.files import new_write_id, partition_dir, write_of_file
 from tasks.lake.writer import delta_statistics, file_rows, parquet_bytes
 from tasks.storage import Storage, explain_errors
-
-SCHEMA_VERSION_KEY = "rollhouse.schemaVersion"
-
-CHECKPOINT_INTERVAL = 10
-"""Commits between checkpoints of the log; without one, a commit grows tenfold in 400 commits."""
 
 MAX_COMMIT_RETRIES = 1000
 """Lost races before an append gives up.
@@ -59,57 +55,12 @@ class FilesChanged(Exception):
     """Another writer has taken out files that were to be replaced; nothing was committed."""
 
 
+def _file_path(name: str, run_id: str, cycle: int) -> str:
+    return f"{partition_dir(run_id, cycle)}/{name}.parquet"
+
+
 def _now_ms() -> int:
     return time.time_ns() // 1_000_000
-
-
-def schema_version(handle: DeltaTable) -> int:
-    """The schema version that the table was made or migrated with; 0 without one."""
-    return int(handle.metadata().configuration.get(SCHEMA_VERSION_KEY, "0"))
-
-
-def is_delta_table(storage: Storage) -> bool:
-    with explain_errors(f"look for a lake at {storage.uri}", storage.uri, DeltaError):
-        return storage.patiently(lambda: DeltaTable.is_deltatable(storage.uri, storage.options()))
-
-
-def create_delta_table(root: Storage, table: Table) -> None:
-    """Makes the table with its CHECK constraints in one commit, unless it is there already.
-
-    The constraints bind other Delta writers; our own commits bypass delta-rs's data path, so
-    `Lake.append` evaluates the same expressions itself.
-    """
-    storage = root.child(table.name)
-    with explain_errors(f"create table {table.name} in {root.uri}", root.uri, DeltaError):
-        if is_delta_table(storage):
-            return
-        storage.prepare()
-        # CommitFailedError: another process made the table in the meantime.
-        with suppress(CommitFailedError):
-            _create(storage, table)
-        storage.flush([f"_delta_log/{0:020d}.json", "_delta_log"])
-
-
-def _create(storage: Storage, table: Table) -> None:
-    constraints = {f"delta.constraints.{name}": sql for name, sql in table.checks.items()}
-    DeltaTable.create(
-        storage.uri,
-        table.schema,
-        mode="ignore",
-        partition_by=list(table.partition_by),
-        name=table.name,
-        description=table.description,
-        configuration={
-            "delta.checkpointInterval": str(CHECKPOINT_INTERVAL),
-            "delta.minReaderVersion": "1",
-            # Version 3 is the first whose writers must honour CHECK constraints.
-            "delta.minWriterVersion": "3",
-            SCHEMA_VERSION_KEY: str(SCHEMA_VERSION),
-            **constraints,
-        },
-        storage_options=storage.options(),
-        raise_if_key_not_exists=False,
-    )
 
 
 class LakeTable:
@@ -178,13 +129,22 @@ class LakeTable:
     def update(self) -> int:
         """Moves the handle to the table's newest version and returns that."""
         with self._lock:
-            if self.storage.options() != self._options:
-                # Temporary credentials were renewed.
-                self._open()
-                return self._handle.version()
-            with self._explained("read"):
-                self.storage.patiently(self._handle.update_incremental)
+            if not self._renewed():
+                with self._explained("read"):
+                    self.storage.patiently(self._handle.update_incremental)
             return self._handle.version()
+
+    def _renewed(self) -> bool:
+        """Opens the table again if temporary credentials were renewed."""
+        is_renewed = self.storage.options() != self._options
+        if is_renewed:
+            self._open()
+        return is_renewed
+
+    @property
+    def version(self) -> int:
+        """The table's version as of the last `update` or `append`."""
+        return self._handle.version()
 
     def transaction_version(self, application: str) -> int | None:
         """The last transaction of an application that the handle knows of; None before any."""
@@ -220,7 +180,17 @@ class LakeTable:
                     f"Table {self.table.name} has deletion vectors, which a Parquet reader would "
                     "ignore; rewrite it without them (`REORG TABLE … APPLY (PURGE)`)."
                 )
-            return self._handle.file_uris(file_pruning_predicate=" AND ".join(terms) or None)
+            return self._paths(self._handle, " AND ".join(terms) or None)
+
+    def _paths(self, handle: DeltaTable, predicate: str | None = None) -> list[str]:
+        """delta-rs percent-encodes the table's own address in a file's, which no reader decodes."""
+        root = handle.table_uri.removeprefix("file://")
+        files = handle.file_uris(file_pruning_predicate=predicate)
+        return [self.storage.location(file.removeprefix(root)) for file in files]
+
+    def file_of(self, write_id: str, run_id: str, cycle: int) -> str:
+        """Absolute path of the file that a write is, as `files` has it."""
+        return self.storage.location(_file_path(write_id, run_id, cycle))
 
     def holds_write(self, write_id: str, run_id: str) -> bool:
         """Whether a committed file of the run is named by the write."""
@@ -255,9 +225,15 @@ class LakeTable:
         typed = file_rows(self.table, rows, write_id)
         add = self.write_file(typed, write_id, run_id=run_id, cycle=cycle, data_change=True)
         with self._lock:
-            if transaction is None:
+            self._renewed()
+            try:
+                self._commit(add, transaction)
+            except CommitFailedError:
+                if transaction is not None:
+                    raise
+                # Rows alone conflict with nothing; a newer schema or protocol has to be read.
                 self.update()
-            self._commit(add, transaction)
+                self._commit(add, None)
             self.update()
             self._make_commits_durable()
             self._own_writes.add(write_id)
@@ -267,7 +243,7 @@ class LakeTable:
         self, typed: pa.Table, name: str, *, run_id: str, cycle: int, data_change: bool
     ) -> AddAction:
         """Writes rows in a file's form, durable on return; the add action that would commit it."""
-        path = f"{partition_dir(run_id, cycle)}/{name}.parquet"
+        path = _file_path(name, run_id, cycle)
         data = parquet_bytes(self.table, typed)
         self.storage.write(path, data)
         return AddAction(
@@ -328,7 +304,7 @@ class LakeTable:
 
         def commit() -> bool:
             self._handle.update_incremental()
-            current = set(self._handle.file_uris())
+            current = set(self._paths(self._handle))
             if new <= current and not old & current:
                 # An answer to a try before was lost, or another writer took out the same.
                 return True
@@ -356,7 +332,7 @@ class LakeTable:
                 lambda: DeltaTable(self.storage.uri, storage_options=self.storage.options())
             )
             self.storage.patiently(lambda: past.load_as_version(moment))
-            return set(past.file_uris())
+            return set(self._paths(past))
 
     def _write_transaction(
         self, actions: list[AddAction | RemoveAction], properties: CommitProperties
@@ -382,7 +358,7 @@ class LakeTable:
             if is_repeated:
                 # The answer to the try before, and no more, may have been lost.
                 self._handle.update_incremental()
-                if any(file.endswith(f"/{add.path}") for file in self._handle.file_uris()):
+                if self.storage.location(add.path) in self._paths(self._handle):
                     return
                 if transaction and self.transaction_version(transaction.app_id) != known:
                     raise CommitFailedError(f"{transaction.app_id} has moved on")

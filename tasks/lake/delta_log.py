@@ -12,7 +12,7 @@ import pyarrow as pa
 from deltalake import DeltaTable
 from deltalake.exceptions import DeltaError
 
-from tasks.lake.delta import schema_version
+from tasks.lake.creation import schema_version
 from tasks.storage import Storage, explain_errors
 
 

@@ -13,7 +13,8 @@ from typing import Literal
 import pyarrow as pa
 
 from schemas.tables import ALWAYS_COUNTED, TABLES
-from tasks.lake.delta import LakeTable, create_delta_table, is_delta_table
+from tasks.lake.creation import create_delta_table, is_delta_table
+from tasks.lake.delta import LakeTable
 from tasks.lake.ledger import Ledger
 from tasks.lake.migration import migrate
 from tasks.lake.reader import Database, check_rows

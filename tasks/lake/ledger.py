@@ -164,7 +164,6 @@ class Ledger:
                 details=details or {},
             )
             self._commit(entry)
-            self.refresh()
             return self.entries[seq]
 
     def _check_turn(self, kind: str, lease: int, seq: int) -> None:
@@ -189,11 +188,12 @@ class Ledger:
             )
 
     def _commit(self, entry: Entry) -> None:
-        row = {name: getattr(entry, name) for name in FIELDS if name != "cycle"}
+        row = {name: getattr(entry, name) for name in FIELDS}
         row["details"] = json.dumps(entry.details, sort_keys=True)
+        own = {name: value for name, value in row.items() if name != "cycle"}
         try:
-            self._table.append(
-                pa.Table.from_pylist([row], schema=self._table.table.own_schema),
+            write_id = self._table.append(
+                pa.Table.from_pylist([own], schema=self._table.table.own_schema),
                 run_id=self.run_id,
                 cycle=entry.cycle,
                 lease=entry.lease,
@@ -204,3 +204,10 @@ class Ledger:
                 f"Another controller wrote row {entry.seq} of run {self.run_id}'s ledger first, so "
                 f"{entry.kind} was not recorded. Stop this one."
             ) from error
+        if self._table.version == self._version + 1:
+            # Nobody else wrote meanwhile, so there is nothing to read but this row.
+            self._add(row)
+            self._files.add(self._table.file_of(write_id, self.run_id, entry.cycle))
+            self._version = self._table.version
+        else:
+            self.refresh()

@@ -9,7 +9,7 @@ from deltalake import DeltaTable, Schema
 from deltalake.exceptions import CommitFailedError, DeltaError
 
 from schemas.tables import SCHEMA_VERSION, Table
-from tasks.lake.delta import SCHEMA_VERSION_KEY, schema_version
+from tasks.lake.creation import SCHEMA_VERSION_KEY, schema_version
 from tasks.storage import Storage, explain_errors
 
 CONSTRAINT = "delta.constraints."

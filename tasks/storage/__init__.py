@@ -23,9 +23,13 @@ def open_storage(uri: str | Path) -> Storage:
     """The storage at a path or an `s3://bucket/prefix`; nothing is read or made yet.
 
     Raises:
-        ValueError: another scheme, an address without a bucket, or no credentials for S3.
+        ValueError: another scheme, a path with one of % ? # * [ ], an address without a
+            bucket, or no credentials for S3.
     """
     text = str(uri)
+    if found := set(text) & set("%?#*[]"):
+        # For delta-rs, parts of a URL that put the tables somewhere else; for DuckDB, a pattern.
+        raise ValueError(f"Cannot open {text}: choose a path without {' '.join(sorted(found))}.")
     if text.startswith("s3://"):
         from tasks.storage.s3 import S3Storage
 

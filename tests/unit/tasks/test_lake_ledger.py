@@ -118,6 +118,13 @@ def test_runs_have_ledgers_of_their_own(lake: Lake, ledger: Ledger):
     assert lake.run_ids() == ["demo", "other"]
 
 
+def test_its_own_row_is_as_others_read_it(lake: Lake, ledger: Ledger):
+    details = {"pairs": [["a", 1], ["b", 2.5]], "none": None}
+    own = ledger.append("cycle_opened", lease=0, cycle=3, details=details)
+    (_, read) = Lake.open(lake.uri).ledger(ledger.run_id).entries
+    assert own == read and own.details == read.details == details
+
+
 def test_idle_refresh_is_cheap(ledger: Ledger):
     lease = take_lease(ledger)
     for _ in range(40):

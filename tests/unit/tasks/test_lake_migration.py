@@ -59,7 +59,8 @@ def older_tables() -> Iterator[None]:
 def old_lake(lake_uri: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """A lake of the older version with rows in every table."""
     with older_tables(), monkeypatch.context() as patch:
-        patch.setattr("tasks.lake.delta.SCHEMA_VERSION", SCHEMA_VERSION - 1)
+        for module in ("creation", "delta"):
+            patch.setattr(f"tasks.lake.{module}.SCHEMA_VERSION", SCHEMA_VERSION - 1)
         lake = Lake.create(lake_uri)
         ledger = lake.ledger(RUN)
         ledger.append("run_created", lease=0)

@@ -147,6 +147,22 @@ def test_any_run_id_is_a_partition(lake: Lake, run_id: str):
     assert delta == [run_id]
 
 
+def test_a_lake_may_lie_anywhere(lake_uri: str):
+    lake = Lake.create(f"{lake_uri}/my lakes/ü+1'")
+    ledger = opened(lake)
+    write_id = lake.append("evals", rows_of("evals", 2), run_id=RUN, cycle=0, lease=0)
+    ledger.append("evaluated", lease=0, write_ids=[write_id])
+    again = Lake.open(lake.uri)
+    assert again.read("evals", run_id=RUN).num_rows == 2
+    assert [entry.kind for entry in again.ledger(RUN).entries] == ["run_created", "evaluated"]
+
+
+@pytest.mark.parametrize("name", ["50%", "a?b", "run#1", "[1]"])
+def test_a_lake_at_an_address_that_delta_would_change_is_refused(lake_uri: str, name: str):
+    with pytest.raises(ValueError, match="choose a path without"):
+        Lake.create(f"{lake_uri}/{name}")
+
+
 def test_other_readers_see_the_same_rows(lake: Lake):
     rows = rows_of("segments", 4)
     lake.append("segments", rows, run_id=RUN, cycle=0, lease=0)
