@@ -320,9 +320,9 @@ class RunServer:
         return int(answer)
 
     def stop(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait()
+        # Closes both pipes, at whose end the server ends, and waits for that.
+        with self.process:
+            pass
 
 
 if __name__ == "__main__":
