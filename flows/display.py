@@ -72,9 +72,9 @@ class RunDisplay:
             case "trained":
                 self._trained(event)
             case "evaluated":
-                self.console.print(
-                    f"held-out pass@1 of version {event['version']}: {event['pass_at_1']:.3f}"
-                )
+                result = event["pass_at_1"]
+                shown = "none, all in quarantine" if result is None else f"{result:.3f}"
+                self.console.print(f"held-out pass@1 of version {event['version']}: {shown}")
             case "attaching" if event["engine"]["backend"] == "vllm":
                 self.console.print("attaching vLLM servers (one that is started takes a minute)")
             case "engine_lost" | "engine_refused":

@@ -15,7 +15,7 @@ from tasks.rollout import RolloutContext, sample_group
 
 async def evaluate(
     run: OpenRun, context: RolloutContext, version: int, record: Callable[..., Any]
-) -> float:
+) -> float | None:
     """Samples each held-out problem, commits `evaluated` with pass@k for k = 1 and n, and returns
     pass@1."""
     config = run.config.evaluation
@@ -48,8 +48,11 @@ async def evaluate(
 
 def commit_evaluation(
     run: OpenRun, window: Window, recorded: Recorded, version: int, **details: Any
-) -> float:
-    """Commits `evaluated` from a recorded window of held-out rollouts, and returns pass@1."""
+) -> float | None:
+    """Commits `evaluated` from a recorded window of held-out rollouts, and returns pass@1.
+
+    None, and no result, if a reviewer waived the share of faults and no rollout is without one.
+    """
     config = run.config.evaluation
     trajectories = window.trajectories.to_pylist()
     correct: dict[str, list[bool]] = {}
@@ -80,12 +83,13 @@ def commit_evaluation(
                 "seconds": (finished - started).total_seconds(),
             }
         )
+    pass_at_1 = rows[0]["pass_at_k"] if rows else None
     commit_window(
         run,
         recorded,
         kind="evaluated",
         version=version,
-        more_writes=(run.append("evals", rows),),
-        details={"pass_at_1": rows[0]["pass_at_k"], **details},
+        more_writes=(run.append("evals", rows),) if rows else (),
+        details={"pass_at_1": pass_at_1, **details},
     )
-    return rows[0]["pass_at_k"]
+    return pass_at_1

@@ -21,7 +21,9 @@ def summarise(run: OpenRun) -> dict[str, Any]:
         return row[0]
 
     evaluated = sorted(
-        {e.version for e in ledger.entries if e.kind == "evaluated" and e.version is not None}
+        e.version or 0
+        for e in ledger.entries
+        if e.kind == "evaluated" and e.details["pass_at_1"] is not None
     )
     gain = before = after = None
     if evaluated:

@@ -1,6 +1,7 @@
 """A batch that breaks its contract stops the cycle before any backward pass, and the run waits
 until a person has decided."""
 
+import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -226,6 +227,26 @@ def test_a_window_whose_share_of_faults_is_waived_is_recorded_without_sampling_i
     kill_after_the_decision(tiny)
     assert tiny.run("--no-prefect").returncode == 0
     assert tiny.canonical_ledger() == uninterrupted
+
+
+def test_an_evaluation_without_one_sound_rollout_may_be_waived_and_has_no_result(tiny_run):
+    tiny = tiny_run("run.num_cycles=1", "run.batches_per_cycle=1")
+
+    def spoil_heldout(request: Request, generation: Generation) -> Generation:
+        is_heldout = int(request.request_id.split("-")[0]) < 16
+        return lose_every_logprob(request, generation) if is_heldout else generation
+
+    with pytest.raises(BatchRefused, match="the evaluation of version 0"):
+        run_with(tiny, spoil_heldout)
+    waive(tiny, *refusing_rules(tiny.lake, RUN_ID, tiny.entries[open_refusal(tiny)]))
+    result = tiny.run("--no-prefect", "--take-over", "--json")
+    assert result.returncode == 0, result.stderr
+    summary = json.loads(result.stdout)
+    assert summary["pass_at_1_before"] == summary["pass_at_1_after"]
+    assert summary["pass_at_1_after"]["version"] == 1
+    evaluated = [e.details["pass_at_1"] for e in tiny.entries if e.kind == "evaluated"]
+    assert evaluated == [None, summary["pass_at_1_after"]["mean"]]
+    assert_every_rollout_ended(tiny, {"trained": 32})
 
 
 def test_one_bad_rollout_costs_its_group_and_no_more(tiny_run):
