@@ -11,6 +11,9 @@ ADVICE = {
     "s3": "Check the endpoint, the credentials and the bucket's policy",
 }
 
+TREE = re.compile(r"\x1b\[\d*m|↳")
+"""What delta-rs draws before a cause of a cause."""
+
 RESUME = "then run the same command again: it continues from what was committed."
 
 
@@ -42,13 +45,14 @@ def explain_errors(action: str, uri: str, *also: type[Exception]) -> Iterator[No
 def _cause(error: Exception) -> tuple[int, str]:
     """The system's error number and the shortest true description.
 
-    delta-rs reports a full or read-only disk as a general error with a tree of causes, whose
-    innermost ends in "(os error N)"; one of an object store goes on with retries and debug text.
+    delta-rs reports a general error with a tree of causes, a line each, of which the innermost
+    says what happened; that of a full or read-only disk ends in "(os error N)".
     """
     if isinstance(error, OSError) and error.errno:
         return error.errno, os.strerror(error.errno)
     text = str(error)
     if number := re.search(r"os error (\d+)", text):
         return int(number[1]), os.strerror(int(number[1]))
-    first = text.strip().splitlines()[0] if text.strip() else type(error).__name__
-    return errno.EIO, first.rstrip(".")[:300]
+    lines = [TREE.sub("", line).strip() for line in text.strip().splitlines()]
+    causes = dict.fromkeys((lines[0], lines[-1]) if lines else (type(error).__name__,))
+    return errno.EIO, ": ".join(causes).rstrip(".")[:300]

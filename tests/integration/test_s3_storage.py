@@ -146,15 +146,16 @@ def test_a_server_that_is_gone_for_good(own_server: S3Server, monkeypatch: pytes
     lake, lease = started(f"s3://{BUCKET}/lake")
     adopt(lake, lease, 0)
     own_server.stop()
-    monkeypatch.setattr(s3, "OUTAGE_S", 2)
-    for work in (
-        lambda: adopt(lake, lease, 1),
-        lambda: lake.read("decisions", run_id=RUN),
-        lambda: lake.ledger(RUN).append("lease_renewed", lease=lease),
-        lambda: Lake.open(f"s3://{BUCKET}/lake"),
-    ):
-        with pytest.raises(StorageError, match=r"Cannot .*s3://.*run the same command again"):
-            work()
+    with monkeypatch.context() as impatient:
+        impatient.setattr(s3, "OUTAGE_S", 2)
+        for work in (
+            lambda: adopt(lake, lease, 1),
+            lambda: lake.read("decisions", run_id=RUN),
+            lambda: lake.ledger(RUN).append("lease_renewed", lease=lease),
+            lambda: Lake.open(f"s3://{BUCKET}/lake"),
+        ):
+            with pytest.raises(StorageError, match=r"Cannot .*s3://.*run the same command again"):
+                work()
     own_server.start()
     again = Lake.open(f"s3://{BUCKET}/lake")
     assert again.read("decisions", run_id=RUN).num_rows == 1
