@@ -59,8 +59,8 @@ def main() -> None:
     odd = torch.arange(len(advantages)) % 2
     truncation = Truncation(torch.zeros_like(odd), 1 - 0.1 * odd, torch.zeros_like(advantages))
     old, entropies = forward(policy, sequences, temperatures, truncation, TOKEN_BUDGET)
-    included = torch.ones_like(weights).bool()
-    tokens = TokenData(old, advantages, weights, included, temperatures, truncation)
+    ids = torch.repeat_interleave(torch.tensor([int(s.action_mask.sum()) for s in sequences]))
+    tokens = TokenData(old, advantages, weights, ids, ids // 3, temperatures, truncation)
     objective = Objective("ppo_clip", ClipRange(0.2, 0.2))
     kept = {"old": old, "entropies": entropies}
     for step in range(3):
