@@ -215,7 +215,7 @@ def geometric_mask_not_applied(batch):
 
 @FAULTS.of(2, "weights_as_configured", "batch")
 def weight_of_a_token_that_a_mask_left_out(batch):
-    # Sequences of drifted tokens leave these limits; one of them keeps its weight.
+    # The mask was applied, but for the weight of one token.
     batch.limits |= {"mask": "token", "mask_low": 0.99, "mask_high": 1.01}
     apply_token_mask(batch, 0.99, 1.01)
     score = next(s for s in batch.scores if not all(s["included"]))
