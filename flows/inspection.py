@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import duckdb
 
-from schemas.config import RunConfig, parse_run_config
+from schemas.config import RunConfig, parse_recorded_config
 from tasks.decisions import undecided
 from tasks.lake.lake import Lake
 from tasks.lake.ledger import Entry
@@ -21,7 +21,7 @@ from tasks.query import connect, connect_as_of, table_history
 def run_config(lake: Lake, run_id: str) -> RunConfig:
     """The configuration that the run began with."""
     details = lake.ledger(run_id).entries[0].details
-    return parse_run_config(details["config"], f"the ledger of run {run_id}")
+    return parse_recorded_config(details["config"], f"the ledger of run {run_id}")
 
 
 def _version_folder(lake: Lake, run_id: str, published: Entry) -> Path:

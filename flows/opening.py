@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import pyarrow as pa
 
-from schemas.config import RunConfig, changed_keys, parse_run_config
+from schemas.config import RunConfig, changed_keys, parse_recorded_config
 from schemas.tables import TABLES
 from tasks.environments import Environment, make_environment
 from tasks.interchange.imported import imported_from
@@ -118,7 +118,7 @@ def find_run(config: RunConfig, source: str, report: Report) -> OpenRun:
             f"{source}: run {config.run.run_id} holds rollouts imported from {origin}, which are "
             "never trained; give this run another run.run_id."
         )
-    began_with = parse_run_config(
+    began_with = parse_recorded_config(
         ledger.entries[0].details["config"], f"the ledger of run {config.run.run_id}"
     )
     if changed := changed_keys(began_with, config):

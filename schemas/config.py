@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from schemas import objective
+
 MAY_CHANGE: dict[str, Any] = {"may_change": True}
 
 Positive = Annotated[int, Field(gt=0)]
@@ -217,14 +219,40 @@ class TrainerSection(Section):
     epsilon: Annotated[float, Field(gt=0)] = 1e-8
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     max_gradient_norm: Annotated[float, Field(gt=0)] = 1.0
-    advantage: Literal["group_mean", "group_mean_std"] = "group_mean_std"
-    loss: Literal["reinforce", "ppo_clip"] = "ppo_clip"
-    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    clip_high: Annotated[float, Field(gt=0)] = 0.2
+    loss: Literal["reinforce", "ppo_clip", "dapo", "dr_grpo", "gspo", "cispo"] = "ppo_clip"
+    advantage: Literal["group_mean_std", "group_mean", "leave_one_out"] = "group_mean_std"
+    """`group_mean` where loss = "dr_grpo"."""
+    reduction: Literal["token", "sequence", "group", "constant"] = "token"
+    """What the loss is a mean over: tokens; sequences or groups, each a mean over its tokens; or
+    the sum over B/M * sampling.max_tokens. "sequence" where loss = "gspo", "constant" where it is
+    "dr_grpo"."""
+    clip_low: Annotated[float | None, Field(gt=0, le=1)] = None
+    """The ratio is clipped below at 1 - clip_low: 0.2 where it is not given, 3e-4 for gspo, 1.0 (no
+    bound) for cispo, none for reinforce."""
+    clip_high: Annotated[float | None, Field(gt=0)] = None
+    """And above at 1 + clip_high: 0.2 where it is not given, 0.28 for dapo, 4e-4 for gspo, 4.0 for
+    cispo, none for reinforce."""
     correction: Literal["none", "token_is", "token_tis", "sequence_is", "sequence_tis"] = (
         "token_tis"
     )
-    w_cap: Annotated[float, Field(gt=0)] = 2.0
+    """`sequence_tis` where loss = "gspo"."""
+    w_cap: Annotated[float | None, Field(gt=0)] = None
+    """Largest weight of `token_tis` and `sequence_tis`, 2.0 where it is not given."""
+    mask: Literal["none", "token", "sequence", "geometric"] = "none"
+    """Leaves out tokens by their w, or sequences by the product or the geometric mean of it."""
+    mask_low: Annotated[float | None, Field(ge=0)] = None
+    """Left out below this: 0.5 where it is not given, 0.999 of a geometric mean."""
+    mask_high: Annotated[float | None, Field(gt=0)] = None
+    """Left out above this: 2.0 where it is not given, 1.001 of a geometric mean."""
+    kl_coefficient: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the KL divergence from the reference policy in the loss."""
+    kl_estimator: Literal["k1", "k2", "k3"] | None = None
+    """k3 where it is not given."""
+    reference_version: Annotated[int | None, Field(ge=0)] = None
+    """The version that is the reference, 0 the starting checkpoint. Until it is published the
+    reference is the newest version there is."""
+    entropy_coefficient: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the policy's entropy in the objective."""
     reward_control: Literal["none", "permuted"] = "none"
     """permuted: advantages come from the batch's rewards in a random order, the null control
     that shows a gain is earned by the rewards."""
@@ -232,6 +260,17 @@ class TrainerSection(Section):
     """Share of a batch's trajectories whose stale tokens are recomputed at their own version."""
     timeout_s: Annotated[float, Field(gt=0, json_schema_extra=MAY_CHANGE)] = 600.0
     """Longest the controller waits for a sign of life from the trainer job."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_of_the_loss(cls, data: Any):
+        return objective.with_defaults(data) if isinstance(data, Mapping) else data
+
+    @model_validator(mode="after")
+    def _options_that_go_together(self):
+        if reason := objective.refusal(self):
+            raise ValueError(reason)
+        return self
 
 
 class GatesSection(Section):
@@ -314,6 +353,13 @@ class RunConfig(Section):
                 "trainer.audit_fraction: 0 leaves stale tokens unaudited, and gate 2 refuses what "
                 "it cannot compare; give a share above 0"
             )
+        in_minibatch = self.batch.trajectories // self.batch.minibatches
+        if self.trainer.reduction == "group" and in_minibatch % self.batch.group_size:
+            raise ValueError(
+                f'trainer.reduction = "group": minibatches of {in_minibatch} trajectories cut '
+                f"groups of {self.batch.group_size}; lower batch.minibatches or give another "
+                "reduction"
+            )
         for temperature in (self.sampling.temperature, self.evaluation.temperature):
             if self.engine.backend == "vllm" and not 0.01 <= temperature <= 2:
                 raise ValueError(
@@ -365,6 +411,13 @@ def parse_run_config(data: Mapping[str, Any], source: str) -> RunConfig:
         return RunConfig.model_validate(data)
     except ValidationError as error:
         raise ValueError("\n".join(_sentence(e, source) for e in error.errors())) from None
+
+
+def parse_recorded_config(data: Mapping[str, Any], source: str) -> RunConfig:
+    """The configuration that a run's ledger keeps; `ValueError` as `parse_run_config`."""
+    return parse_run_config(
+        {**data, "trainer": objective.without_idle_options(data["trainer"])}, source
+    )
 
 
 def parse_maintenance(data: Mapping[str, Any], source: str) -> MaintenanceSection:

@@ -217,6 +217,7 @@ _PAIRS = """
         s.rollout_logprobs, s.weight_version, s.kv_version_min,
         any_value(c.old_logprobs) AS old_logprobs,
         any_value(c.own_version_logprobs) AS own_version_logprobs,
+        any_value(c.reference_logprobs) AS reference_logprobs,
         any_value(c.entropies) AS entropies,
         any_value(c.correction_weights) AS correction_weights,
         any_value(c.included) AS included,
@@ -251,9 +252,9 @@ _TOKENS = """
         FROM numbered
     )
     SELECT *, old_logprob - rollout_logprob AS log_w,
-        sum(old_logprob - rollout_logprob) OVER (PARTITION BY trajectory_id, sequence_index)
-            AS sequence_log_w
-    FROM read
+        sum(old_logprob - rollout_logprob) OVER of_sequence AS sequence_log_w,
+        avg(old_logprob - rollout_logprob) OVER of_sequence AS sequence_mean_log_w
+    FROM read WINDOW of_sequence AS (PARTITION BY trajectory_id, sequence_index)
 """
 
 

@@ -16,8 +16,8 @@ STD_EPSILON = 1e-6
 """Added to the standard deviation, which bounds the advantages of a nearly constant group."""
 
 
-def _moments(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and sample standard deviation of each trajectory's own group, both [B]."""
+def _moments(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, size and sample standard deviation of each trajectory's own group, all [B]."""
     _, group, counts = torch.unique(group_ids, return_inverse=True, return_counts=True)
     if int(counts.min()) < 2:
         raise ValueError(
@@ -26,12 +26,12 @@ def _moments(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:
     sums = torch.zeros(len(counts), dtype=rewards.dtype).index_add_(0, group, rewards)
     centred = rewards - (sums / counts)[group]
     squares = torch.zeros_like(sums).index_add_(0, group, centred.square())
-    return (sums / counts)[group], (squares / (counts - 1)).sqrt()[group]
+    return (sums / counts)[group], counts[group], (squares / (counts - 1)).sqrt()[group]
 
 
 def group_mean(rewards: Tensor, group_ids: Tensor) -> Tensor:
     """r - mean of its group; [B] to [B]. GRPO's baseline without its scale (Dr. GRPO, 2025)."""
-    mean, _ = _moments(rewards, group_ids)
+    mean, _, _ = _moments(rewards, group_ids)
     return rewards - mean
 
 
@@ -41,8 +41,18 @@ def group_mean_std(rewards: Tensor, group_ids: Tensor) -> Tensor:
     GRPO (Shao et al., 2024). The scale raises the weight of groups that nearly always pass or
     nearly always fail.
     """
-    mean, std = _moments(rewards, group_ids)
+    mean, _, std = _moments(rewards, group_ids)
     return (rewards - mean) / (std + STD_EPSILON)
+
+
+def leave_one_out(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """r - mean of the others of its group; [B] to [B]. RLOO (Ahmadian et al., 2024).
+
+    (r - mean) n / (n - 1): with a baseline that its own reward does not enter, the policy gradient
+    is unbiased, where `group_mean` shrinks it by (n - 1) / n.
+    """
+    mean, count, _ = _moments(rewards, group_ids)
+    return (rewards - mean) * count / (count - 1)
 
 
 def permuted_rewards(rewards: Tensor, seed: int, batch: int) -> Tensor:
@@ -58,4 +68,5 @@ def permuted_rewards(rewards: Tensor, seed: int, batch: int) -> Tensor:
 ADVANTAGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "group_mean": group_mean,
     "group_mean_std": group_mean_std,
+    "leave_one_out": leave_one_out,
 }

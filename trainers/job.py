@@ -23,7 +23,7 @@ import pyarrow as pa
 import torch
 import torch.distributed as dist
 
-from schemas.config import RunConfig, parse_run_config
+from schemas.config import RunConfig, parse_recorded_config
 from tasks.lake import Entry, Lake, Ledger, read_batch
 from tasks.weights import anchors, checkpoints
 from tasks.weights.anchors import read_anchor
@@ -76,7 +76,7 @@ class Job:
                 return False
             stall_s += time.monotonic() - started - score_s
         trainer = self.config.trainer
-        correction = correct(batch, scores, trainer.correction, trainer.w_cap)
+        correction = correct(batch, scores, trainer)
         rows = train_batch(self.policy, self.optimizer, batch, scores, correction, self.config)
         rows[0] |= {"stall_s": stall_s, "score_s": score_s}
         started = time.monotonic()
@@ -97,12 +97,13 @@ class Job:
             token_budget=trainer.token_budget,
             audit_fraction=trainer.audit_fraction,
             seed=self.config.run.seed,
+            reference_version=trainer.reference_version,
             read_version=lambda version: read_anchor(
                 publication(self.config, self.follower.ledger, version)
             ).items(),
         )
         if dist.get_rank() == 0:
-            correction = correct(batch, scores, trainer.correction, trainer.w_cap)
+            correction = correct(batch, scores, trainer)
             self._append("scores", scores_table(batch, scores, correction))
         return scores
 
@@ -156,7 +157,7 @@ def open_job(arguments: argparse.Namespace) -> tuple[Job, int]:
         raise ValueError(
             f"{arguments.lake} has no run {arguments.run_id}; `rollhouse run RUN.toml` opens one."
         )
-    config = parse_run_config(created.details["config"], "the ledger")
+    config = parse_recorded_config(created.details["config"], "the ledger")
     trainer = config.trainer
     device = ranks.start(arguments.threads)
     initial = publication(config, ledger, 0)

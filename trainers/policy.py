@@ -135,3 +135,8 @@ def select(log_softmax: Tensor, microbatch: Microbatch) -> Tensor:
     """The entry of each target token: [K, V] to [K]."""
     targets = microbatch.target_ids.to(log_softmax.device)
     return log_softmax.gather(-1, targets[:, None])[:, 0]
+
+
+def entropy(log_softmax: Tensor) -> Tensor:
+    """-sum over the vocabulary of p log p, in nats: [K, V] to [K]."""
+    return -(log_softmax.exp() * log_softmax).sum(-1)

@@ -2,14 +2,16 @@
 
 pi_old is version b - 1 at the sampling temperature, truncated where the rollout was, computed by
 the trainer's own forward pass.
-Gate 2 compares it with what the engine reported. On a seeded sample of trajectories the tokens are
+Gate 2 compares it with what the engine reported. A reference policy is scored in the same way, by
+the published version that it is. On a seeded sample of trajectories the tokens are
 also scored under the version that sampled them, which separates what the engine got wrong from how
-far the policy has moved; it costs one load of the weights per stale version in the sample.
+far the policy has moved; each of these versions costs one load of the weights.
 
 Shapes: N = action tokens of the batch.
 """
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -19,10 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from schemas.config import TrainerSection
 from schemas.tables import TABLES
-from trainers.corrections import CORRECTIONS, Correction
+from trainers.corrections import NO_LIMITS, Correction, MaskLimits, corrected
 from trainers.packing import TrainingSequence, assign, empty_microbatch, pack
-from trainers.policy import Policy, select
+from trainers.policy import Policy, entropy, select
 from trainers.sequences import TrainingBatch
 from trainers.truncation import Truncation
 
@@ -32,12 +35,14 @@ Weights = Iterable[tuple[str, Tensor]]
 @dataclass(frozen=True)
 class Scores:
     """Per action token, float32 on the CPU: `old_logprobs`, `entropies` [N] in nats;
-    `own_logprobs` [N], NaN where not recomputed, and `own_known` [N] bool where it was."""
+    `own_logprobs` [N], NaN where not recomputed, and `own_known` [N] bool where it was;
+    `reference_logprobs` [N] under the reference policy, None without one."""
 
     old_logprobs: Tensor
     entropies: Tensor
     own_logprobs: Tensor
     own_known: Tensor
+    reference_logprobs: Tensor | None = None
 
 
 @torch.no_grad()
@@ -60,7 +65,7 @@ def forward(
         logits = policy.logits(microbatch, temperatures[index], truncation[index])
         log_softmax = logits.log_softmax(-1)
         results[0, index] = select(log_softmax, microbatch).cpu()
-        results[1, index] = -(log_softmax.exp() * log_softmax).sum(-1).cpu()
+        results[1, index] = entropy(log_softmax).cpu()
     # Each token is computed on one rank and zero on the others, so the sum is exact.
     dist.all_reduce(results)
     return results[0], results[1]
@@ -74,37 +79,53 @@ def score(
     audit_fraction: float,
     seed: int,
     read_version: Callable[[int], Weights],
+    reference_version: int | None = None,
 ) -> Scores:
     """Scores a batch under version batch - 1, which `policy` holds on entry and on return.
 
-    `read_version(v)` gives the whole published tensors of version v.
+    `read_version(v)` gives the whole published tensors of version v. The reference is
+    `reference_version`, or the newest version up to it that is published.
     """
+    newest = batch.batch - 1
     old, entropies = forward(
         policy, batch.sequences, batch.temperatures, batch.truncation, token_budget
     )
     version, own_known = _audited(batch, audit_fraction, seed)
     own = torch.full_like(old, torch.nan)
     own[own_known] = old[own_known]
-    stale = sorted(set(version[own_known].tolist()) - {batch.batch - 1})
-    current = list(policy.local_values()) if stale else []
-    for v in stale:
+    reference = None if reference_version is None else min(reference_version, newest)
+    reference_logprobs = None if reference is None else old.clone()
+    others = {*version[own_known].tolist(), newest if reference is None else reference} - {newest}
+    current = list(policy.local_values()) if others else []
+    for v in sorted(others):
         policy.set_local_values((n, policy.local(n, t)) for n, t in read_version(v))
-        at_version = own_known & (version == v)
-        chosen = torch.unique(batch.action_sequence[at_version]).tolist()
-        tokens = torch.isin(batch.action_sequence, torch.tensor(chosen))
-        logprobs, _ = forward(
-            policy,
-            [batch.sequences[i] for i in chosen],
-            batch.temperatures[tokens],
-            batch.truncation[tokens],
-            token_budget,
-        )
-        all_logprobs = torch.full_like(old, torch.nan)
-        all_logprobs[tokens] = logprobs
-        own[at_version] = all_logprobs[at_version]
-    if stale:
+        audited = own_known & (version == v)
+        wanted = torch.ones_like(audited) if v == reference else audited
+        logprobs = _logprobs_where(policy, batch, wanted, token_budget)
+        own[audited] = logprobs[audited]
+        if v == reference:
+            reference_logprobs = logprobs
+    if others:
         policy.set_local_values(current)
-    return Scores(old, entropies, own, own_known)
+    return Scores(old, entropies, own, own_known, reference_logprobs)
+
+
+def _logprobs_where(
+    policy: Policy, batch: TrainingBatch, wanted: Tensor, token_budget: int
+) -> Tensor:
+    """Log-probabilities [N] under what `policy` holds, of every sequence with a wanted token; NaN
+    in the others."""
+    chosen = torch.unique(batch.action_sequence[wanted]).tolist()
+    tokens = torch.isin(batch.action_sequence, torch.tensor(chosen))
+    logprobs = torch.full_like(batch.rollout_logprobs, torch.nan)
+    logprobs[tokens], _ = forward(
+        policy,
+        [batch.sequences[i] for i in chosen],
+        batch.temperatures[tokens],
+        batch.truncation[tokens],
+        token_budget,
+    )
+    return logprobs
 
 
 def _audited(batch: TrainingBatch, fraction: float, seed: int) -> tuple[Tensor, Tensor]:
@@ -124,10 +145,19 @@ def _audited(batch: TrainingBatch, fraction: float, seed: int) -> tuple[Tensor, 
     return segments.per_token(segments.weight_version), segments.per_token(chosen)
 
 
-def correct(batch: TrainingBatch, scores: Scores, name: str, w_cap: float) -> Correction:
+def correct(batch: TrainingBatch, scores: Scores, trainer: TrainerSection) -> Correction:
     """Correction weights and mask of each action token, [N]."""
-    delta = scores.old_logprobs - batch.rollout_logprobs
-    return CORRECTIONS[name](delta, batch.action_sequence, w_cap)
+    limits = NO_LIMITS
+    if trainer.mask_low is not None and trainer.mask_high is not None:
+        limits = MaskLimits(trainer.mask_low, trainer.mask_high)
+    return corrected(
+        scores.old_logprobs - batch.rollout_logprobs,
+        batch.action_sequence,
+        weight=trainer.correction,
+        w_cap=math.inf if trainer.w_cap is None else trainer.w_cap,
+        mask=trainer.mask,
+        limits=limits,
+    )
 
 
 def scores_table(batch: TrainingBatch, scores: Scores, correction: Correction) -> pa.Table:
@@ -141,6 +171,7 @@ def scores_table(batch: TrainingBatch, scores: Scores, correction: Correction) -
         return pa.ListArray.from_arrays(offsets, pa.array(values.numpy()), mask=mask)
 
     unknown = ~scores.own_known.numpy()[segments.starts[:-1]]
+    reference = scores.reference_logprobs
     schema = TABLES["scores"].own_schema
     columns = {
         "admission": np.full(count, batch.admission),
@@ -150,6 +181,7 @@ def scores_table(batch: TrainingBatch, scores: Scores, correction: Correction) -
         "segment_index": segments.segment_index,
         "old_logprobs": lists(scores.old_logprobs),
         "own_version_logprobs": lists(scores.own_logprobs, unknown),
+        "reference_logprobs": pa.nulls(count) if reference is None else lists(reference),
         "entropies": lists(scores.entropies),
         "correction_weights": lists(correction.weights),
         "included": lists(correction.included),
@@ -158,7 +190,7 @@ def scores_table(batch: TrainingBatch, scores: Scores, correction: Correction) -
 
 
 def scores_from_table(batch: TrainingBatch, rows: pa.Table) -> Scores:
-    """What a resumed job reads instead of scoring again: old log-probabilities and entropies.
+    """What a resumed job reads instead of scoring again: all but the audit.
 
     `rows` are those of one admission, in the table's order. Raises `ValueError` where they are not
     the batch's action segments.
@@ -170,15 +202,17 @@ def scores_from_table(batch: TrainingBatch, rows: pa.Table) -> Scores:
             "segment_index": pa.array(batch.segments.segment_index, pa.int32()),
         }
     )
-    old, entropies = (
+    old, entropies, reference = (
         torch.from_numpy(np.array(rows.column(name).combine_chunks().flatten(), np.float32))
-        for name in ("old_logprobs", "entropies")
+        for name in ("old_logprobs", "entropies", "reference_logprobs")
     )
     keys = rows.select(expected.column_names).to_pydict()
-    if keys != expected.to_pydict() or len(old) != batch.num_actions:
+    lengths = {len(old), len(entropies), len(reference) or len(old)}
+    if keys != expected.to_pydict() or lengths != {batch.num_actions}:
         raise ValueError(
             f"the accepted scores of batch {batch.batch} (admission {batch.admission}) are not "
             "those of its action segments; restore the lake from a backup."
         )
     unknown = torch.zeros(len(old), dtype=torch.bool)
-    return Scores(old, entropies, torch.full_like(old, torch.nan), unknown)
+    own = torch.full_like(old, torch.nan)
+    return Scores(old, entropies, own, unknown, reference if len(reference) else None)

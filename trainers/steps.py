@@ -19,7 +19,7 @@ from tasks.weights.checkpoints import published_values
 from tasks.weights.hashing import root_hash_of_stream
 from trainers.advantages import ADVANTAGES, permuted_rewards
 from trainers.corrections import Correction
-from trainers.losses import ClipRange
+from trainers.losses import UNCLIPPED, ClipRange
 from trainers.optimizer import MasterAdamW
 from trainers.policy import Policy
 from trainers.scoring import Scores
@@ -36,14 +36,34 @@ def token_data(
     rewards = batch.rewards
     if config.trainer.reward_control == "permuted":
         rewards = permuted_rewards(rewards, config.run.seed, batch.batch)
+    _, group_ids = torch.unique(batch.group_ids, return_inverse=True)
     advantages = ADVANTAGES[config.trainer.advantage](rewards, batch.group_ids).float()
     return TokenData(
         old_logprobs=scores.old_logprobs,
         advantages=advantages[batch.action_trajectory],
         weights=correction.weights,
-        included=correction.included,
+        sequence_ids=batch.action_sequence,
+        group_ids=group_ids[batch.action_trajectory],
         temperatures=batch.temperatures,
         truncation=batch.truncation,
+        reference_logprobs=scores.reference_logprobs,
+    )
+
+
+def objective_of(config: RunConfig) -> Objective:
+    """What a run maximises in each of its minibatches."""
+    trainer, batch = config.trainer, config.batch
+    clip = UNCLIPPED
+    if trainer.clip_low is not None and trainer.clip_high is not None:
+        clip = ClipRange(trainer.clip_low, trainer.clip_high)
+    return Objective(
+        loss=trainer.loss,
+        clip=clip,
+        reduction=trainer.reduction,
+        constant=batch.trajectories / batch.minibatches * config.sampling.max_tokens,
+        kl_coefficient=trainer.kl_coefficient,
+        kl_estimator=trainer.kl_estimator or "k3",
+        entropy_coefficient=trainer.entropy_coefficient,
     )
 
 
@@ -59,7 +79,7 @@ def train_batch(
     checkpoint still open."""
     trainer = config.trainer
     data = token_data(batch, scores, correction, config)
-    objective = Objective(trainer.loss, ClipRange(trainer.clip_low, trainer.clip_high))
+    objective = objective_of(config)
     rows = []
     for minibatch in minibatches(batch, config.batch.minibatches):
         started = time.monotonic()
@@ -67,7 +87,7 @@ def train_batch(
         report = accumulate_gradients(
             policy,
             batch.sequences[minibatch.sequences],
-            TokenData(**{name: values[actions] for name, values in vars(data).items()}),
+            data[actions],
             objective,
             trainer.token_budget,
         )
@@ -131,7 +151,10 @@ def _metrics(
     rewards = batch.rewards[minibatch.trajectories]
     _, group = torch.unique(batch.group_ids[minibatch.trajectories], return_inverse=True)
     constant = [bool((rewards[group == g] == rewards[group == g][0]).all()) for g in group.unique()]
-    return {
+    of_reference = {}
+    if report.reference_kl is not None:
+        of_reference["reference/kl_k3"] = report.reference_kl
+    return of_reference | {
         "update/clip_frac": report.clip_frac,
         "update/kl_k3": report.update_kl,
         "reward/zero_variance_group_frac": sum(constant) / len(constant),

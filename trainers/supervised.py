@@ -27,10 +27,11 @@ from tasks.durable import fsync_dir, fsync_file
 from tasks.weights.anchors import MODEL_FILE, asset_files, iter_safetensors
 from tasks.weights.safetensors_stream import write_safetensors
 from trainers import ranks
-from trainers.losses import cross_entropy, reduce_loss
+from trainers.losses import cross_entropy
 from trainers.optimizer import AdamWSettings, MasterAdamW
 from trainers.packing import TrainingSequence, assign, empty_microbatch, pack
 from trainers.policy import Policy
+from trainers.reductions import reduce_loss
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +93,7 @@ def accumulate_cross_entropy(policy: Policy, sequences: Sequence[TrainingSequenc
         ones = torch.ones(len(microbatch.action_index))
         objective = cross_entropy(policy.logprobs(microbatch, ones))
         weights = ones.to(policy.device)
-        loss = reduce_loss(objective, weights, weights.bool(), num_loss_tokens)
+        loss = reduce_loss(objective, weights, weights, num_loss_tokens)
         loss.backward()
         total += loss.detach()
     dist.all_reduce(total)

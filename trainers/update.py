@@ -1,8 +1,9 @@
 """One optimizer step: the objective over a minibatch, its gradient, and what is reported of it.
 
-The loss is a sum over tokens divided by the loss tokens of the whole minibatch, and gradients are
-summed over microbatches and ranks, so neither packing nor the number of ranks changes it beyond
-rounding.
+The loss is a sum over tokens with shares and a denominator of the whole minibatch
+(`trainers.reductions`), and gradients are summed over microbatches and ranks, so neither packing
+nor the number of ranks changes it beyond rounding. A sequence is never cut between microbatches,
+so what a loss computes over a sequence is whole.
 
 Shapes: N = action tokens of the minibatch.
 """
@@ -14,40 +15,70 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainers.losses import LOSSES, ClipRange, clip_binds, reduce_loss
+from trainers.losses import KL_ESTIMATORS, LOSSES, ClipRange
 from trainers.packing import TrainingSequence, assign, empty_microbatch, num_forwarded, pack
-from trainers.policy import Policy
+from trainers.policy import Policy, entropy, select
+from trainers.reductions import REDUCTIONS, reduce_loss
 from trainers.truncation import Truncation
 
 
 @dataclass(frozen=True)
 class Objective:
-    """Which surrogate is maximised."""
+    """What is maximised: the surrogate, less `kl_coefficient` times the divergence from the
+    reference policy, plus `entropy_coefficient` times the entropy. The correction's weight is a
+    factor outside all three. `constant` is the denominator of the constant reduction."""
 
     loss: str
     clip: ClipRange
+    reduction: str = "token"
+    constant: float = 1.0
+    kl_coefficient: float = 0.0
+    kl_estimator: str = "k3"
+    entropy_coefficient: float = 0.0
 
 
 @dataclass(frozen=True)
 class TokenData:
-    """What the surrogate reads of each action token, all [N] in sequence order."""
+    """What the objective reads of each action token, all [N] in sequence order.
+
+    `weights` are 0 where a mask left the token out; `sequence_ids`, `group_ids` count from 0 on;
+    `reference_logprobs` is None without a reference.
+    """
 
     old_logprobs: Tensor
     advantages: Tensor
     weights: Tensor
-    included: Tensor
+    sequence_ids: Tensor
+    group_ids: Tensor
     temperatures: Tensor
     truncation: Truncation
+    reference_logprobs: Tensor | None = None
+
+    def __getitem__(self, index: slice) -> "TokenData":
+        """The same of some of the tokens."""
+        reference = self.reference_logprobs
+        return TokenData(
+            self.old_logprobs[index],
+            self.advantages[index],
+            self.weights[index],
+            self.sequence_ids[index],
+            self.group_ids[index],
+            self.temperatures[index],
+            self.truncation[index],
+            None if reference is None else reference[index],
+        )
 
 
 @dataclass(frozen=True)
 class GradientReport:
-    """Over all ranks. `loss` is what was minimised; `clip_frac` the share of action tokens whose
-    gradient the clip removed; `update_kl` the mean of r - 1 - log r, r = pi_theta / pi_old."""
+    """Over all ranks. `loss` is what was minimised; `clip_frac` the share of action tokens at which
+    the clip decided the gradient; `update_kl` the mean of r - 1 - log r, r = pi_theta / pi_old;
+    `reference_kl` the same of pi_ref / pi_theta, None without a reference."""
 
     loss: float
     clip_frac: float
     update_kl: float
+    reference_kl: float | None
     num_tokens: int
 
 
@@ -66,30 +97,51 @@ def accumulate_gradients(
     num_actions = len(data.old_logprobs)
     if num_actions == 0:
         raise ValueError("a minibatch has no action token; gate 1 refuses such trajectories.")
-    surrogate = LOSSES[objective.loss]
-    totals = torch.zeros(3, dtype=torch.float64, device=policy.device)
+    reduction = REDUCTIONS[objective.reduction]
+    shares, denominator = reduction(data.sequence_ids, data.group_ids, objective.constant)
+    totals = torch.zeros(4, dtype=torch.float64, device=policy.device)
     share = assign(pack(sequences, token_budget), dist.get_world_size())[dist.get_rank()]
     for microbatch in share:
         microbatch = microbatch or empty_microbatch()
         index = microbatch.action_index
-        logprobs = policy.logprobs(microbatch, data.temperatures[index], data.truncation[index])
-        old, advantages, weights, included = (
-            values[index].to(policy.device)
-            for values in (data.old_logprobs, data.advantages, data.weights, data.included)
+        logits = policy.logits(microbatch, data.temperatures[index], data.truncation[index])
+        log_softmax = logits.log_softmax(-1)
+        logprobs = select(log_softmax, microbatch)
+
+        def of_microbatch(values: Tensor, index: Tensor = index) -> Tensor:
+            return values[index].to(policy.device)
+
+        old = of_microbatch(data.old_logprobs)
+        values, clipped = LOSSES[objective.loss](
+            logprobs,
+            old,
+            of_microbatch(data.advantages),
+            of_microbatch(data.sequence_ids),
+            objective.clip,
         )
-        values = surrogate(logprobs, old, advantages, objective.clip)
-        loss = reduce_loss(values, weights, included, num_actions)
+        if objective.entropy_coefficient:
+            values = values + objective.entropy_coefficient * entropy(log_softmax)
+        if data.reference_logprobs is not None:
+            reference = of_microbatch(data.reference_logprobs)
+            kl = KL_ESTIMATORS[objective.kl_estimator](logprobs, old, reference)
+            values = values - objective.kl_coefficient * kl
+            totals[3] += _k3(reference - logprobs.detach())
+        loss = reduce_loss(values, of_microbatch(data.weights), of_microbatch(shares), denominator)
         loss.backward()
-        with torch.no_grad():
-            log_ratio = logprobs - old
-            totals[0] += loss
-            totals[1] += clip_binds(logprobs, old, advantages, objective.clip).sum()
-            totals[2] += (log_ratio.expm1() - log_ratio).sum()
+        totals[0] += loss.detach()
+        totals[1] += clipped.sum()
+        totals[2] += _k3(logprobs.detach() - old)
     dist.all_reduce(totals)
-    clips = objective.loss == "ppo_clip"
+    _, clip_frac, update_kl, reference_kl = (totals / num_actions).tolist()
     return GradientReport(
         loss=float(totals[0]),
-        clip_frac=float(totals[1]) / num_actions if clips else 0.0,
-        update_kl=float(totals[2]) / num_actions,
+        clip_frac=clip_frac,
+        update_kl=update_kl,
+        reference_kl=None if data.reference_logprobs is None else reference_kl,
         num_tokens=sum(num_forwarded(sequence) for sequence in sequences),
     )
+
+
+def _k3(log_ratio: Tensor) -> Tensor:
+    """Sum of r - 1 - log r over tokens, [K] to a scalar."""
+    return (log_ratio.expm1() - log_ratio).sum()

@@ -4,9 +4,10 @@
 `own_logprob` (recomputed at the token's own version: the audit sample, or old_logprob where the
 token's version is the one trained from and its cache was computed by no other; else NULL),
 `next_own_logprob` and `previous_own_logprob` (of its neighbours in the segment), `is_first` and
-`is_last` of its segment, `log_w` (old - rollout) and `sequence_log_w` (its sum over the sequence),
-`entropy`, `correction_weight`, `included`, `weight_version` and `trajectory_id`. Engine mismatch is
-own - rollout; policy drift (old - own) is not a fault. `pairs` has one row an action segment.
+`is_last` of its segment, `log_w` (old - rollout), `sequence_log_w` and `sequence_mean_log_w` (its
+sum and mean over the sequence), `entropy`, `correction_weight`, `included`, `weight_version` and
+`trajectory_id`. Engine mismatch is own - rollout; policy drift (old - own) is not a fault. `pairs`
+has one row an action segment.
 """
 
 from schemas.expectations.rule import Rule
@@ -20,6 +21,20 @@ _CONFIGURED_WEIGHT = (
     " WHEN 'token_tis' THEN exp(least(log_w, ln(limits.w_cap)))"
     " WHEN 'sequence_is' THEN exp(least(sequence_log_w, 80))"
     " WHEN 'sequence_tis' THEN exp(least(sequence_log_w, ln(limits.w_cap))) END"
+)
+
+_MASKED_LOG_RATIO = (
+    "CASE limits.mask WHEN 'token' THEN log_w WHEN 'sequence' THEN sequence_log_w"
+    " WHEN 'geometric' THEN sequence_mean_log_w END"
+)
+
+# True or false by the configured limits, NULL within rounding of one of them.
+_CONFIGURED_INCLUDED = (
+    "CASE WHEN limits.mask = 'none' THEN TRUE"
+    f" WHEN exp(least({_MASKED_LOG_RATIO} - 1e-5, 80)) > limits.mask_high"
+    f" OR exp(least({_MASKED_LOG_RATIO} + 1e-5, 80)) < limits.mask_low THEN FALSE"
+    f" WHEN exp(least({_MASKED_LOG_RATIO} + 1e-5, 80)) <= limits.mask_high"
+    f" AND exp(least({_MASKED_LOG_RATIO} - 1e-5, 80)) >= limits.mask_low THEN TRUE END"
 )
 
 RULES: tuple[Rule, ...] = (
@@ -158,11 +173,26 @@ RULES: tuple[Rule, ...] = (
         "weights_as_configured",
         "batch",
         "window",
-        f"(SELECT count(*) FROM tokens WHERE ({_CONFIGURED_WEIGHT}) IS NOT NULL AND (NOT included"
-        f" OR abs(correction_weight - ({_CONFIGURED_WEIGHT}))"
-        f" > 0.01 * ({_CONFIGURED_WEIGHT}) + 1e-6))",
-        "Correction weights are those of the configured correction, and it masks no token.",
+        "(SELECT count(*) FROM tokens WHERE CASE WHEN included THEN"
+        f" abs(correction_weight - ({_CONFIGURED_WEIGHT})) > 0.01 * ({_CONFIGURED_WEIGHT}) + 1e-6"
+        " ELSE correction_weight <> 0 END"
+        f" OR included <> ({_CONFIGURED_INCLUDED}))",
+        "Correction weights and masks are those of the configured correction.",
         "A correction with another cap, or of other log-probabilities, or a mask nobody asked for.",
+    ),
+    Rule(
+        "reference_as_configured",
+        "batch",
+        "window",
+        "(SELECT count(*) FROM pairs"
+        " WHERE (reference_logprobs IS NULL) <> (limits.reference_version IS NULL)"
+        " OR len(reference_logprobs) <> len(token_ids)"
+        " OR len(list_filter(reference_logprobs, lambda x: isfinite(x) AND x <= 0))"
+        " <> len(token_ids)"
+        " OR (limits.reference_version >= limits.old_version"
+        " AND reference_logprobs <> old_logprobs))",
+        "Where a reference policy is configured every token was scored under it, and nowhere else.",
+        "A KL penalty towards nothing, or towards a policy that is not the one named.",
     ),
     Rule(
         "mismatch_two_signed",

@@ -50,6 +50,12 @@ SCORES = Table(
             "The same under the version that sampled the token; NULL outside the audit sample. "
             "Separates engine mismatch from policy drift.",
         ),
+        optional(
+            "reference_logprobs",
+            pa.list_(pa.float32()),
+            "The same under the reference policy: version trainer.reference_version, or batch - 1 "
+            "while that is older. NULL without trainer.kl_coefficient. What a KL penalty used.",
+        ),
         required(
             "entropies",
             pa.list_(pa.float32()),
@@ -58,16 +64,15 @@ SCORES = Table(
         required(
             "correction_weights",
             pa.list_(pa.float32()),
-            "Factor outside the surrogate, after the cap.",
+            "Factor outside the surrogate, after the cap; 0 where included is false.",
         ),
-        required(
-            "included", pa.list_(pa.bool_()), "False where a correction's mask left the token out."
-        ),
+        required("included", pa.list_(pa.bool_()), "False where trainer.mask left the token out."),
     ),
     sort_by=("trajectory_id", "sequence_index", "segment_index"),
     byte_stream_split=(
         "old_logprobs.list.element",
         "own_version_logprobs.list.element",
+        "reference_logprobs.list.element",
         "entropies.list.element",
         "correction_weights.list.element",
     ),

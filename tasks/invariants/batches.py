@@ -102,7 +102,8 @@ wanted AS (
 found AS (
     SELECT a.admission, trajectory_id, sequence_index, segment_index, count(*) AS times,
         any_value([len(old_logprobs), len(entropies), len(correction_weights), len(included),
-            coalesce(len(own_version_logprobs), len(old_logprobs))]) AS lengths
+            coalesce(len(own_version_logprobs), len(old_logprobs)),
+            coalesce(len(reference_logprobs), len(old_logprobs))]) AS lengths
     FROM accepted a JOIN scores s USING (admission)
     WHERE trajectory_id NOT IN (
         SELECT trajectory_id FROM expired_trajectories ANTI JOIN segments USING (trajectory_id))

@@ -202,6 +202,60 @@ def mask_that_nobody_asked_for(batch):
     batch.scores[4]["included"][0] = False
 
 
+@FAULTS.of(2, "weights_as_configured", "batch")
+def token_mask_not_applied(batch):
+    # Fresh tokens are within 1e-3 of 1, drifted ones are not.
+    batch.limits |= {"mask": "token", "mask_low": 0.99, "mask_high": 1.01}
+
+
+@FAULTS.of(2, "weights_as_configured", "batch")
+def geometric_mask_not_applied(batch):
+    batch.limits |= {"mask": "geometric", "mask_low": 0.999, "mask_high": 1.001}
+
+
+@FAULTS.of(2, "weights_as_configured", "batch")
+def weight_of_a_token_that_a_mask_left_out(batch):
+    # The mask was applied, but for the weight of one token.
+    batch.limits |= {"mask": "token", "mask_low": 0.99, "mask_high": 1.01}
+    apply_token_mask(batch, 0.99, 1.01)
+    score = next(s for s in batch.scores if not all(s["included"]))
+    score["correction_weights"][score["included"].index(False)] = 1.0
+
+
+@FAULTS.of(2, "reference_as_configured", "batch")
+def reference_never_scored(batch):
+    batch.limits["reference_version"] = 0
+
+
+@FAULTS.of(2, "reference_as_configured", "batch")
+def reference_that_nobody_asked_for(batch):
+    for score in batch.scores:
+        score["reference_logprobs"] = score["old_logprobs"]
+
+
+@FAULTS.of(2, "reference_as_configured", "batch")
+def reference_of_impossible_probability(batch):
+    batch.limits["reference_version"] = 0
+    for score in batch.scores:
+        score["reference_logprobs"] = [*score["old_logprobs"][:-1], 0.5]
+
+
+@FAULTS.of(2, "reference_as_configured", "batch")
+def reference_is_another_version_than_the_newest(batch):
+    batch.limits["reference_version"] = 9
+    for score in batch.scores:
+        score["reference_logprobs"] = [x - 0.01 for x in score["old_logprobs"]]
+
+
+def apply_token_mask(batch, low, high):
+    for segment in batch.actions():
+        score = batch.score(segment)
+        w = np.exp(np.float64(score["old_logprobs"]) - np.float64(segment["rollout_logprobs"]))
+        score["included"] = ((w >= low) & (w <= high)).tolist()
+        weights = np.where(score["included"], score["correction_weights"], 0.0)
+        score["correction_weights"] = weights.tolist()
+
+
 @FAULTS.of(2, "lag_within_bound", "batch")
 def batch_staler_than_max_lag(batch):
     batch.limits["max_lag"] = 0

@@ -2,11 +2,12 @@
 
     rank_worker.py POLICY OUT [CHECKPOINT]
 
-Writes the gradient of the first step, the masters after the last and a checkpoint to OUT. With
-CHECKPOINT it starts from there instead of the policy's weights.
+Writes the gradients of two objectives at the first step, the masters after the last and a
+checkpoint to OUT. With CHECKPOINT it starts from there instead of the policy's weights.
 """
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -59,10 +60,19 @@ def main() -> None:
     odd = torch.arange(len(advantages)) % 2
     truncation = Truncation(torch.zeros_like(odd), 1 - 0.1 * odd, torch.zeros_like(advantages))
     old, entropies = forward(policy, sequences, temperatures, truncation, TOKEN_BUDGET)
-    included = torch.ones_like(weights).bool()
-    tokens = TokenData(old, advantages, weights, included, temperatures, truncation)
+    ids = torch.repeat_interleave(torch.tensor([int(s.action_mask.sum()) for s in sequences]))
+    tokens = TokenData(old, advantages, weights, ids, ids // 3, temperatures, truncation)
     objective = Objective("ppo_clip", ClipRange(0.2, 0.2))
     kept = {"old": old, "entropies": entropies}
+    by_sequence = Objective(
+        "gspo", ClipRange(0.2, 0.2), "group", kl_coefficient=0.1, entropy_coefficient=0.1
+    )
+    reference = (old - 0.2 * advantages.abs()).clamp(max=0.0)
+    penalised = replace(tokens, reference_logprobs=reference)
+    accumulate_gradients(policy, sequences, penalised, by_sequence, TOKEN_BUDGET)
+    for name, parameter in policy.parameters.items():
+        kept[f"by_sequence.{name}"] = parameter.grad.full_tensor().clone()
+        parameter.grad = None
     for step in range(3):
         report = accumulate_gradients(policy, sequences, tokens, objective, TOKEN_BUDGET)
         kept[f"loss.{step}"] = torch.tensor(report.loss)

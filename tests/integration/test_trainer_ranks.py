@@ -53,6 +53,7 @@ def test_gradients_agree(worked):
     _, _, one, two = worked
     assert one.keys() == two.keys()
     assert _largest_difference(one, two, "gradient.") <= 1e-5
+    assert _largest_difference(one, two, "by_sequence.") <= 1e-5
     assert _largest_difference(one, two, "norm.") <= 1e-5
     assert _largest_difference(one, two, "old") <= 1e-6
 

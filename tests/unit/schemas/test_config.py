@@ -1,7 +1,5 @@
 """Every bad run file gets one sentence that names the file, the key and the fix."""
 
-import copy
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -9,46 +7,7 @@ import pytest
 
 from flows.run_file import load_run_file
 from schemas.config import RunConfig, changed_keys, parse_run_config
-
-MINIMAL: dict[str, Any] = tomllib.loads("""
-[run]
-run_id = "r"
-seed = 1
-lake = "lake"
-store = "store"
-num_cycles = 2
-batches_per_cycle = 3
-[policy]
-path = "policy"
-[environment]
-name = "reasoning_gym"
-[engine]
-max_model_tokens = 64
-[sampling]
-max_tokens = 8
-[batch]
-trajectories = 32
-group_size = 4
-minibatches = 2
-[trainer]
-learning_rate = 1e-4
-""")
-
-
-def with_(path: str, value: Any) -> dict[str, Any]:
-    data = copy.deepcopy(MINIMAL)
-    *sections, key = path.split(".")
-    section = data
-    for name in sections:
-        section = section.setdefault(name, {})
-    section[key] = value
-    return data
-
-
-def message(data: dict[str, Any]) -> str:
-    with pytest.raises(ValueError) as caught:
-        parse_run_config(data, "r.toml")
-    return str(caught.value)
+from tests.run_files import MINIMAL, message, with_
 
 
 def test_a_minimal_file_is_synchronous_and_untruncated():

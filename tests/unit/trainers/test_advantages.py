@@ -1,5 +1,6 @@
 """Advantages by hand, on groups that are not contiguous."""
 
+import itertools
 import math
 
 import pytest
@@ -22,6 +23,28 @@ def test_group_mean_std():
     scale = 0.5 + 1e-6
     expected = [0.75 / scale, 0.0, *[-0.25 / scale, 0.0, -0.25 / scale, -0.25 / scale]]
     assert result.tolist() == pytest.approx(expected, abs=1e-12)
+
+
+def test_leave_one_out():
+    # 1 - mean(0, 0, 0), and 0 - mean(1, 0, 0).
+    result = ADVANTAGES["leave_one_out"](REWARDS, GROUPS)
+    assert result.tolist() == pytest.approx([1.0, 0.0, -1 / 3, 0.0, -1 / 3, -1 / 3], abs=1e-15)
+
+
+@pytest.mark.parametrize(("name", "scale"), [("leave_one_out", 1.0), ("group_mean", 2 / 3)])
+def test_a_baseline_without_the_own_reward_is_unbiased(name, scale):
+    # All 3^3 groups of three draws from three actions with rewards 0, 1 and 5.
+    probability = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
+    rewards = torch.tensor([0.0, 1.0, 5.0], dtype=torch.float64)
+    estimate = torch.zeros(3, dtype=torch.float64)
+    for draws in itertools.product(range(3), repeat=3):
+        actions = torch.tensor(draws)
+        advantages = ADVANTAGES[name](rewards[actions], torch.zeros(3, dtype=torch.int64))
+        scores = torch.eye(3, dtype=torch.float64)[actions] - probability
+        estimate += probability[actions].prod() * (advantages[:, None] * scores).mean(0)
+    # d/dz of sum_a softmax(z)_a R_a.
+    truth = probability * (rewards - (probability * rewards).sum())
+    torch.testing.assert_close(estimate, scale * truth, rtol=0, atol=1e-12)
 
 
 def test_a_constant_group_of_awkward_rewards_stays_near_zero():

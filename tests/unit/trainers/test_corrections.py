@@ -11,7 +11,7 @@ import math
 import pytest
 import torch
 
-from trainers.corrections import CORRECTIONS
+from trainers.corrections import WEIGHTS, MaskLimits, corrected
 from trainers.losses import LOSSES, ClipRange
 
 V, H = 3, 3
@@ -49,12 +49,12 @@ def _mean_gradient(pi, mu, rewards, correction, loss="reinforce", w_cap=2.0):
     """Exact mean under mu of the corrected estimator's gradient."""
     new, behaviour = _logprobs(pi), _logprobs(mu)
     delta = (new.detach() - behaviour).flatten()
-    weights, included = CORRECTIONS[correction](delta, IDS, w_cap)
+    weights = WEIGHTS[correction](delta, IDS, w_cap)
     advantages = rewards.repeat_interleave(H)
     old = new.detach().flatten()
-    surrogate = LOSSES[loss](new.flatten(), old, advantages, ClipRange(0.2, 0.2))
+    surrogate, _ = LOSSES[loss](new.flatten(), old, advantages, IDS, ClipRange(0.2, 0.2))
     probability = behaviour.sum(1).exp().repeat_interleave(H)
-    value = (probability * weights * surrogate * included).sum()
+    value = (probability * weights * surrogate).sum()
     return torch.autograd.grad(value, pi)[0]
 
 
@@ -79,7 +79,7 @@ def test_the_other_estimators_are_biased_and_corrections_help(tables):
     pi, mu, rewards = tables
     truth = _true_gradient(pi, rewards)
     errors = {
-        name: _relative_error(_mean_gradient(pi, mu, rewards, name), truth) for name in CORRECTIONS
+        name: _relative_error(_mean_gradient(pi, mu, rewards, name), truth) for name in WEIGHTS
     }
     assert errors["none"] > 0.2
     for name in ("token_is", "token_tis", "sequence_tis"):
@@ -89,7 +89,7 @@ def test_the_other_estimators_are_biased_and_corrections_help(tables):
 def test_without_mismatch_every_correction_is_exact(tables):
     pi, _, rewards = tables
     truth = _true_gradient(pi, rewards)
-    for name in CORRECTIONS:
+    for name in WEIGHTS:
         estimate = _mean_gradient(pi, pi.detach(), rewards, name)
         torch.testing.assert_close(estimate, truth, rtol=0, atol=1e-12)
 
@@ -106,16 +106,63 @@ def test_weights_by_hand():
         "sequence_tis": [2.5, 2.5, 0.5],
     }
     for name, weights in expected.items():
-        result = CORRECTIONS[name](delta, ids, 2.5)
+        result = corrected(delta, ids, weight=name, w_cap=2.5)
         assert result.weights.tolist() == pytest.approx(weights, abs=1e-12)
         assert result.included.tolist() == [True, True, True]
+
+
+@pytest.mark.parametrize(
+    ("mask", "limits", "included"),
+    [
+        ("token", (0.5, 2.0), [True, False, True, True]),  # 3 is above; 0.5 and 2 are inside
+        ("token", (0.0, 1.0), [False, False, True, True]),  # no lower limit
+        ("sequence", (0.4, 5.0), [False, False, True, True]),  # 6, 0.5, 1
+        ("sequence", (0.6, 6.5), [True, True, False, True]),
+        ("geometric", (0.6, 2.4), [False, False, False, True]),  # 6 ** 0.5 = 2.449
+        ("geometric", (0.6, 2.5), [True, True, False, True]),
+        ("geometric", (1.1, 1.2), [False, False, False, False]),
+    ],
+)
+def test_masks_by_hand(mask, limits, included):
+    # Sequences of ratios (2, 3), (0.5) and (1): one of two tokens and two of one.
+    delta = torch.tensor([2.0, 3.0, 0.5, 1.0], dtype=F64).log()
+    ids = torch.tensor([0, 0, 1, 2])
+    result = corrected(delta, ids, weight="token_is", mask=mask, limits=MaskLimits(*limits))
+    assert result.included.tolist() == included
+    expected = [w if kept else 0.0 for w, kept in zip([2, 3, 0.5, 1], included, strict=True)]
+    assert result.weights.tolist() == pytest.approx(expected, abs=1e-12)
+
+
+def test_a_mask_leaves_out_ratios_that_overflow():
+    delta, ids = torch.tensor([800.0, 0.0]), torch.tensor([0, 1])
+    for mask in ("token", "sequence", "geometric"):
+        result = corrected(delta, ids, weight="sequence_is", mask=mask, limits=MaskLimits(0.5, 2.0))
+        assert result.weights.tolist() == [0.0, 1.0]
+
+
+def test_the_geometric_mean_does_not_grow_with_length():
+    # 2,000 tokens of w = 1.0005: the product is e, the geometric mean is 1.0005.
+    delta = torch.full((2000,), math.log(1.0005))
+    ids = torch.zeros(2000, dtype=torch.int64)
+    for mask, kept in (("geometric", True), ("sequence", False)):
+        limits = MaskLimits(0.999, 1.001) if mask == "geometric" else MaskLimits(0.5, 2.0)
+        result = corrected(delta, ids, weight="none", mask=mask, limits=limits)
+        assert result.included.all() == kept
+
+
+def test_no_tokens_have_no_corrections():
+    empty, ids = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
+    for weight in WEIGHTS:
+        for mask in ("none", "token", "sequence", "geometric"):
+            result = corrected(empty, ids, weight=weight, w_cap=2.0, mask=mask)
+            assert result.weights.shape == result.included.shape == (0,)
 
 
 def test_the_cap_bounds_ratios_that_overflow():
     delta = torch.tensor([800.0, -800.0])
     ids = torch.tensor([0, 1])
     for name in ("token_tis", "sequence_tis"):
-        weights = CORRECTIONS[name](delta, ids, 2.0).weights
+        weights = WEIGHTS[name](delta, ids, 2.0)
         assert weights.tolist() == pytest.approx([2.0, 0.0], abs=1e-6)
 
 
@@ -126,7 +173,7 @@ def test_bias_of_the_cap_at_one_position():
     mu = torch.randn(50, generator=generator, dtype=F64).softmax(0)
     f = torch.randn(50, generator=generator, dtype=F64)
     for w_cap in (0.5, 1.0, 2.0, 5.0):
-        weights = CORRECTIONS["token_tis"](pi.log() - mu.log(), torch.arange(50), w_cap).weights
+        weights = WEIGHTS["token_tis"](pi.log() - mu.log(), torch.arange(50), w_cap)
         bias = (pi * f).sum() - (mu * weights * f).sum()
         above = pi / mu > w_cap
         assert above.any()
@@ -137,7 +184,7 @@ def test_bias_of_the_cap_at_one_position():
 def test_the_worked_example():
     # mu = 0.01, pi = 0.20, w = 20, cap 2: the bias is 0.18 f of that token alone.
     pi, mu = torch.tensor([0.2, 0.8], dtype=F64), torch.tensor([0.01, 0.99], dtype=F64)
-    weights = CORRECTIONS["token_tis"]((pi / mu).log(), torch.arange(2), 2.0).weights
+    weights = WEIGHTS["token_tis"]((pi / mu).log(), torch.arange(2), 2.0)
     assert weights.tolist() == pytest.approx([2.0, 0.8 / 0.99], abs=1e-12)
     for f in (1.0, -3.0):
         values = torch.tensor([f, math.pi], dtype=F64)

@@ -5,6 +5,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from schemas.config import TrainerSection
 from schemas.tables import TABLES
 from tasks.lake import Batch
 from trainers.optimizer import AdamWSettings, MasterAdamW
@@ -65,7 +66,7 @@ def scored(make_policy, policy_folder):
         asked.append(version)
         return ((name, value * 0.5) for name, value in values.items())
 
-    def run(fraction):
+    def run(fraction, reference_version=None):
         return score(
             policy,
             _batch(),
@@ -73,6 +74,7 @@ def scored(make_policy, policy_folder):
             audit_fraction=fraction,
             seed=0,
             read_version=read_version,
+            reference_version=reference_version,
         )
 
     return policy, values, asked, run
@@ -100,12 +102,44 @@ def test_without_an_audit_no_version_is_read(scored):
     assert not scores.own_known.any()
 
 
-def test_rows_and_back():
+def test_the_reference_is_scored_under_its_own_version(scored):
+    policy, values, asked, run = scored
+    plain = run(0.0)
+    assert plain.reference_logprobs is None
+    scores = run(0.0, reference_version=0)
+    assert asked == [0]
+    assert torch.equal(scores.old_logprobs, plain.old_logprobs)
+    for name, value in policy.local_values():
+        assert torch.equal(value, values[name]), "version batch - 1 is back"
+    policy.set_local_values((name, value * 0.5) for name, value in values.items())
+    assert torch.equal(scores.reference_logprobs, run(0.0).old_logprobs)
+
+
+def test_a_version_is_read_once_for_the_audit_and_the_reference(scored):
+    _, _, asked, run = scored
+    scores = run(1.0, reference_version=1)
+    assert asked == [1]
+    stale = [0, 1, 5, 6]
+    assert torch.equal(scores.own_logprobs[stale], scores.reference_logprobs[stale])
+    assert scores.own_known.int().tolist() == [1, 1, 0, 0, 1] * 2
+
+
+@pytest.mark.parametrize("version", [2, 7])
+def test_the_newest_version_is_the_reference_until_the_named_one_is_there(scored, version):
+    _, _, asked, run = scored
+    scores = run(0.0, reference_version=version)
+    assert asked == []
+    assert torch.equal(scores.reference_logprobs, scores.old_logprobs)
+
+
+@pytest.mark.parametrize("with_reference", [False, True])
+def test_rows_and_back(with_reference):
     batch = _batch()
     old = -torch.arange(1, 11).float() / 4
     known = torch.tensor([True, True, False, False, True] * 2)
-    scores = Scores(old, old.abs(), torch.where(known, old, torch.nan), known)
-    correction = correct(batch, scores, "token_tis", 2.0)
+    reference = old * 2 if with_reference else None
+    scores = Scores(old, old.abs(), torch.where(known, old, torch.nan), known, reference)
+    correction = correct(batch, scores, TrainerSection(learning_rate=1e-4))
     table = scores_table(batch, scores, correction)
     assert table.schema == TABLES["scores"].own_schema
     first, second, third = table.slice(0, 3).to_pylist()
@@ -120,5 +154,26 @@ def test_rows_and_back():
     again = scores_from_table(batch, table)
     assert torch.equal(again.old_logprobs, old)
     assert torch.equal(again.entropies, old.abs())
+    if reference is None:
+        assert second["reference_logprobs"] is again.reference_logprobs is None
+    else:
+        assert first["reference_logprobs"] == [-0.5, -1.0]
+        assert torch.equal(again.reference_logprobs, reference)
     with pytest.raises(ValueError, match="are not those of its action segments"):
         scores_from_table(batch, table.slice(1))
+
+
+def test_masked_tokens_have_no_weight():
+    batch = _batch()
+    # delta = old + 2: w = e^0.4 for the first trajectory, and 1 for the other.
+    old = torch.tensor([-1.6] * 5 + [-2.0] * 5)
+    scores = Scores(old, old.abs(), old, torch.ones(10, dtype=torch.bool))
+    for options in (
+        {"mask": "token", "mask_high": 1.4, "correction": "none"},
+        {"mask": "sequence", "mask_high": 7.0},
+        {"mask": "geometric", "mask_high": 1.4},
+    ):
+        trainer = TrainerSection(learning_rate=1e-4, **options)
+        correction = correct(batch, scores, trainer)
+        assert correction.included.tolist() == [False] * 5 + [True] * 5
+        assert correction.weights.tolist() == [0.0] * 5 + [1.0] * 5
