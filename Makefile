@@ -14,7 +14,7 @@ PYTEST := OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest --numprocesses 2 --dis
 	--no-loadscope-reorder
 
 .PHONY: install vllm cycle cycle-vllm recompute seeds test unit faults integration test-routing \
-	bench-rollout bench-lake kill-matrix check format docs clean
+	bench-rollout bench-lake bench-patches kill-matrix check format docs clean
 
 install: $(STAMP)
 
@@ -87,6 +87,10 @@ bench-rollout: vllm
 # What the lake costs, against Parquet, JSON Lines and SQL without it.
 bench-lake: install
 	$(BIN)/python -m tests.benchmarks.lake
+
+# What a patch of weights costs, against whole weights and against storing the new values.
+bench-patches: install
+	$(BIN)/python -m tests.benchmarks.patches
 
 check: install
 	$(BIN)/ruff check .

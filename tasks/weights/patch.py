@@ -247,7 +247,7 @@ def patched_tensors(base: Path, patches: Sequence[Patch]) -> Iterator[tuple[str,
 
 def bits_hash(bits: Bits) -> str:
     """The hash of a tensor, as `tensor_hash`, from its bit patterns."""
-    return blake3(bits.view(np.uint8).data, max_threads=blake3.AUTO).hexdigest()
+    return blake3(bits.view(np.uint8).data).hexdigest()
 
 
 def _bits(tensor: torch.Tensor) -> Bits:

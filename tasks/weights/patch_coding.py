@@ -6,11 +6,12 @@ from the old pattern to the new one, modulo 65,536, so every pattern can become 
 Optimizer steps are small against the weights, so most distances are 1 or -1 and cost a fraction of
 a whole new value.
 
-The positions of the changes are stored as gaps: how many unchanged values lie before each. Gaps and
-distances are little-endian base-128 varints, laid out in planes: the first byte of every varint,
-then the second byte of those that have one, and so on. A plane is one Zstandard frame, behind its
-length in four little-endian bytes. An entropy coder does better on a plane than on mixed bytes, and
-NumPy decodes it without a loop over elements.
+The positions of the changes are stored as gaps: how many unchanged values lie before each. A
+distance is stored as a sign bit and a bit that says whether it is more than one, and if so two less
+than its size. Gaps and sizes are little-endian base-128 varints, laid out in planes: the first byte
+of every varint, then the second byte of those that have one, and so on. A plane of bytes or bits is
+one Zstandard frame, behind its length in four little-endian bytes. An entropy coder does better on
+a plane than on mixed bytes, and NumPy decodes it without a loop over elements.
 
 Coding is deterministic: the same two tensors make the same bytes with the same Zstandard.
 """
@@ -40,7 +41,7 @@ class Changes:
 
     num_changed: int
     payload: bytes
-    """Planes of gaps, then planes of distances; empty without a change."""
+    """Planes of gaps, signs, whether more than one, and sizes; empty without a change."""
 
 
 def ordered(bits: Bits) -> Bits:
@@ -57,7 +58,9 @@ def encode(before: Bits, after: Bits) -> Changes:
     """The changes from `before` to `after`, which have the same size."""
     assert before.shape == after.shape, "changes are between tensors of one size"
     gaps, distances = _compare(before, after)
-    planes = [*_to_planes(gaps), *_to_planes(_zigzag(distances))]
+    if len(gaps) == 0:
+        return Changes(0, b"")
+    planes = [*_to_planes(gaps), *_distance_planes(distances)]
     return Changes(len(gaps), b"".join(map(_pack, planes)))
 
 
@@ -72,8 +75,9 @@ def apply(bits: Bits, changes: Changes) -> None:
         return
     if not 0 < changes.num_changed <= len(bits):
         raise ValueError(f"{changes.num_changed} changes do not fit {len(bits)} values")
-    gaps, offset = _from_planes(changes, 0, _gap_dtype(len(bits)))
-    codes, offset = _from_planes(changes, offset, np.uint16)
+    num_changed = changes.num_changed
+    gaps, offset = _from_planes(changes.payload, 0, num_changed, _gap_dtype(len(bits)))
+    distances, offset = _read_distances(changes, offset)
     if offset != len(changes.payload):
         raise ValueError("it is longer than its planes")
     position = -1
@@ -89,7 +93,7 @@ def apply(bits: Bits, changes: Changes) -> None:
         if position >= len(bits):
             raise ValueError("a change lies outside the tensor")
         places = ordered(bits[positions])
-        places += _unzigzag(codes[start : start + BLOCK])
+        places += distances[start : start + BLOCK]
         bits[positions] = unordered(places)
 
 
@@ -98,13 +102,30 @@ def _sign_mask(bits: Bits) -> Bits:
     return (bits.view(np.int16) >> np.int16(15)).view(np.uint16)
 
 
-def _zigzag(distances: Bits) -> Bits:
-    """0, -1, 1, -2 … as 0, 1, 2, 3 …, of distances modulo 65,536."""
-    return (distances << np.uint16(1)) ^ _sign_mask(distances)
+def _distance_planes(distances: Bits) -> list[NDArray[np.uint8]]:
+    """Signs, whether each is more than one, and two less than the sizes of those."""
+    signs = _sign_mask(distances)
+    sizes = (distances ^ signs) - signs
+    large = sizes > 1
+    rest = sizes[large] - np.uint16(2)
+    return [np.packbits(signs.view(np.int16) < 0), np.packbits(large), *_to_planes(rest)]
 
 
-def _unzigzag(codes: Bits) -> Bits:
-    return (codes >> np.uint16(1)) ^ (~(codes & np.uint16(1)) + np.uint16(1))
+def _read_distances(changes: Changes, offset: int) -> tuple[Bits, int]:
+    """The inverse of `_distance_planes` from the payload's `offset`, and where they end."""
+    num_changed, payload = changes.num_changed, changes.payload
+    num_bytes = -(-num_changed // 8)
+    packed, offset = _unpack(payload, offset, num_bytes)
+    negative = np.unpackbits(packed, count=num_changed)
+    packed, offset = _unpack(payload, offset, num_bytes)
+    sizes = np.unpackbits(packed, count=num_changed).astype(np.uint16)
+    large = np.flatnonzero(sizes)
+    sizes += np.uint16(1)
+    if len(large):
+        rest, offset = _from_planes(payload, offset, len(large), np.uint16)
+        sizes[large] += rest
+    signs = np.uint16(0) - negative
+    return (sizes ^ signs) - signs, offset
 
 
 def _gap_dtype(size: int) -> Any:
@@ -150,19 +171,19 @@ def _to_planes(values: NDArray[Any]) -> list[NDArray[np.uint8]]:
     return planes
 
 
-def _from_planes(changes: Changes, offset: int, dtype: Any) -> tuple[NDArray[Any], int]:
-    """One value a change from the planes at `offset` of the payload, and where they end.
+def _from_planes(payload: bytes, offset: int, size: int, dtype: Any) -> tuple[NDArray[Any], int]:
+    """`size` values from the planes at `offset` of the payload, and where they end.
 
     Raises `ValueError` if the planes are no varints of that type.
     """
-    plane, offset = _unpack(changes.payload, offset, changes.num_changed)
+    plane, offset = _unpack(payload, offset, size)
     values = (plane & 0x7F).astype(dtype)
     places = np.flatnonzero(plane > 0x7F)
     shift = 7
     while len(places):
         if shift >= 8 * values.itemsize:
             raise ValueError("a number is longer than any can be")
-        plane, offset = _unpack(changes.payload, offset, len(places))
+        plane, offset = _unpack(payload, offset, len(places))
         values[places] |= (plane & 0x7F).astype(dtype) << dtype(shift)
         places = places[plane > 0x7F]
         shift += 7
