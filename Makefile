@@ -14,7 +14,7 @@ PYTEST := OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest --numprocesses 2 --dis
 	--no-loadscope-reorder
 
 .PHONY: install vllm cycle cycle-vllm recompute seeds test unit faults integration test-routing \
-	bench-rollout bench-lake correction-bias kill-matrix check format docs clean
+	bench-rollout bench-lake bench-patches correction-bias kill-matrix check format docs clean
 
 install: $(STAMP)
 
@@ -91,6 +91,10 @@ bench-lake: install
 # Bias and variance of each importance correction, exact over 4,096 sequences; some seconds.
 correction-bias: install
 	$(BIN)/python -m tests.benchmarks.correction_bias
+
+# What a patch of weights costs, against whole weights and against storing the new values.
+bench-patches: install
+	$(BIN)/python -m tests.benchmarks.patches
 
 check: install
 	$(BIN)/ruff check .

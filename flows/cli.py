@@ -206,6 +206,27 @@ def weights_list(lake: LakeOption, run_id: RunOption = None, as_json: JsonOption
         print_rows(list(rows[0]) if rows else [], [tuple(row.values()) for row in rows])
 
 
+@weights.command("verify")
+def weights_verify(
+    lake: LakeOption,
+    version: Annotated[int | None, typer.Argument(help="Weight version; default: all.")] = None,
+    run_id: RunOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Rebuild versions from the store and compare every tensor's hash with the ledger."""
+    from flows.inspection import verify_versions
+    from tasks.lake.lake import Lake
+
+    opened = Lake.open(lake)
+    rows = list(verify_versions(opened, pick_run(opened.run_ids(), run_id, lake), version))
+    if as_json:
+        emit(rows)
+    else:
+        print_rows(list(rows[0]), [tuple(row.values()) for row in rows])
+    if not all(row["ok"] for row in rows):
+        raise typer.Exit(1)
+
+
 @weights.command("export")
 def weights_export(
     version: Annotated[int, typer.Argument(help="Weight version.")],
@@ -214,7 +235,7 @@ def weights_export(
     run_id: RunOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Verify a version and copy it as a Hugging Face folder."""
+    """Write a version as a Hugging Face folder, every value verified."""
     from flows.inspection import export_version
     from tasks.lake.lake import Lake
 

@@ -20,7 +20,7 @@ from tasks.publish import publication_row, publish_version, relative_uri
 from tasks.record import Recorded, quarantine_rows, record_rollouts
 from tasks.train import judge_scores, write_ids_of
 from tasks.validate import Judgement
-from tasks.weights.anchors import Publication
+from tasks.weights.folders import Publication
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,10 @@ answer at once.
 """
 
 import math
+import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import duckdb
 
@@ -17,6 +19,9 @@ from tasks.lake.ledger import Entry
 from tasks.progress import read_progress
 from tasks.query import connect, connect_as_of, table_history
 
+if TYPE_CHECKING:
+    from tasks.weights.store import RunStore
+
 
 def run_config(lake: Lake, run_id: str) -> RunConfig:
     """The configuration that the run began with."""
@@ -24,17 +29,19 @@ def run_config(lake: Lake, run_id: str) -> RunConfig:
     return parse_recorded_config(details["config"], f"the ledger of run {run_id}")
 
 
-def _version_folder(lake: Lake, run_id: str, published: Entry) -> Path:
-    from tasks.publish import version_dir
+def _run_store(lake: Lake, run_id: str) -> "RunStore":
+    """The store of a run. Raises `ValueError` if there is none where its run file says."""
+    from tasks.weights.store import open_store
 
     config = run_config(lake, run_id)
-    folder = version_dir(config, published.details["uri"])
-    if not folder.is_dir():
+    store = open_store(config)
+    if not store.is_there():
         raise ValueError(
-            f"{folder} is not there. The run's store is {config.run.store!r}, which a relative "
-            "path looks up from the working directory: call from where the run was started."
+            f"{store.folder} is not there. The run's store is {config.run.store!r}, which a "
+            "relative path looks up from the working directory: call from where the run was "
+            "started."
         )
-    return folder
+    return store
 
 
 def run_status(lake: Lake, run_id: str) -> dict[str, Any]:
@@ -106,32 +113,72 @@ def publications(lake: Lake, run_id: str) -> list[dict[str, Any]]:
     ).to_pylist()
 
 
+def _published(lake: Lake, run_id: str, version: int | None) -> list[Entry]:
+    """Ledger rows of all published versions, or of one. Raises `ValueError` if there is none."""
+    ledger = lake.ledger(run_id)
+    entries = [entry for entry in ledger.entries if entry.kind == "version_published"]
+    known = f"0 to {entries[-1].version}" if entries else "none"
+    found = [entry for entry in entries if version in (None, entry.version)]
+    if not found:
+        asked = "any version" if version is None else f"version {version}"
+        raise ValueError(f"Run {run_id} has not published {asked}; it has {known}.")
+    return found
+
+
+def verify_versions(lake: Lake, run_id: str, version: int | None) -> Iterator[dict[str, Any]]:
+    """For each version, or one, whether the store holds it bit for bit as the ledger names it.
+
+    A patch is verified by rebuilding the version from its anchor, in memory, a tensor at a time.
+    Raises `ValueError` if there is no such version.
+    """
+    from tasks.weights.hashing import root_hash_of_stream
+    from tasks.weights.versions import find_chain
+
+    entries = _published(lake, run_id, version)
+    store = _run_store(lake, run_id)
+    for entry in entries:
+        row: dict[str, Any] = {
+            "version": entry.version,
+            "kind": None,
+            "patches": None,
+            "ok": False,
+            "fault": None,
+        }
+        started = time.monotonic()
+        try:
+            chain = find_chain(store, entry.details["uri"])
+            row["patches"] = len(chain.patches)
+            row["kind"] = "patch" if chain.patches else "anchor"
+            root = root_hash_of_stream(chain.tensors())
+            if root != entry.root_hash:
+                row["fault"] = f"it holds root hash {root}, the ledger has {entry.root_hash}"
+        except (ValueError, OSError) as error:
+            row["fault"] = str(error)
+        yield row | {"ok": row["fault"] is None, "seconds": round(time.monotonic() - started, 3)}
+
+
 def export_version(lake: Lake, run_id: str, version: int, to_dir: Path) -> dict[str, Any]:
-    """Verifies every tensor of a version against its ledger row, then copies the folder.
+    """Writes a version as a Hugging Face folder, every tensor verified.
 
     Raises `ValueError` if there is no such version, or the store no longer holds what the ledger
     names.
     """
-    from tasks.weights.anchors import export, load_publication, read_anchor
+    from tasks.weights.folders import MANIFEST, load_publication
+    from tasks.weights.versions import export
 
-    ledger = lake.ledger(run_id)
-    entry = ledger.last("version_published", version=version)
-    if entry is None:
-        newest = ledger.last("version_published")
-        known = "none" if newest is None else f"0 to {newest.version}"
-        raise ValueError(f"Run {run_id} has not published version {version}; it has {known}.")
-    folder = _version_folder(lake, run_id, entry)
+    entry = _published(lake, run_id, version)[0]
+    store = _run_store(lake, run_id)
+    folder = store.get(entry.details["uri"], MANIFEST)
     publication = load_publication(folder)
     if publication.root_hash != entry.root_hash:
         raise ValueError(
             f"{folder} holds root hash {publication.root_hash}, but the ledger published "
             f"{entry.root_hash} as version {version}; restore the store from a backup."
         )
-    read_anchor(folder)
     return {
         "version": version,
         "root_hash": publication.root_hash,
-        "path": str(export(publication, to_dir)),
+        "path": str(export(store, entry.details["uri"], to_dir)),
     }
 
 
@@ -167,7 +214,11 @@ def trajectory_tokens(lake: Lake, run_id: str, trajectory_id: str | None) -> dic
         )
     first = lake.ledger(run_id).last("version_published", version=0)
     # An imported run has no tokenizer; its tokens are shown by their ids.
-    renderer = None if first is None else Renderer(_version_folder(lake, run_id, first))
+    renderer = None
+    if first is not None:
+        from tasks.weights.versions import version_folder
+
+        renderer = Renderer(version_folder(_run_store(lake, run_id), first.details["uri"]))
     tokens = connection.execute(
         "SELECT t.position, t.token_id, t.kind, t.weight_version AS version,"
         " t.rollout_logprob AS log_mu, s.old_logprob AS log_pi, s.delta AS log_w"

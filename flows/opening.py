@@ -16,7 +16,7 @@ from tasks.interchange.imported import imported_from
 from tasks.lake.lake import Lake
 from tasks.lake.lease import renew_if_due, take_lease
 from tasks.lake.ledger import Entry, Ledger
-from tasks.publish import publication_row, publish_anchor, relative_uri, version_dir
+from tasks.publish import publication_row, publish_folder, relative_uri, version_dir
 from tasks.renderers import Renderer
 from tasks.warm_start import starting_checkpoint
 from tasks.weights.importing import check_checkpoint, import_anchor
@@ -143,7 +143,7 @@ def take_run(run: OpenRun, *, take_over: bool = False) -> None:
 
 def _publish_version_0(run: OpenRun, checkpoint: Path) -> None:
     write = partial(import_anchor, checkpoint, lease=run.lease)
-    publication = publish_anchor(run.config, 0, run.lease, write)
+    publication = publish_folder(run.config, 0, run.lease, write)
     renderer = Renderer(Path(publication.uri))
     run.commit(
         "version_published",

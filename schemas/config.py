@@ -31,7 +31,8 @@ class RunSection(Section):
     store: str
     """Weights and checkpoints: a directory, or `s3://bucket/prefix`."""
     cache: Annotated[str, Field(json_schema_extra=MAY_CHANGE)] = "var/cache"
-    """Where a machine keeps its copies of what a store in S3 holds."""
+    """Where a machine keeps its copies of what a store in S3 holds, and weights made from patches.
+    """
     num_cycles: Annotated[int, Field(gt=0, json_schema_extra=MAY_CHANGE)]
     batches_per_cycle: Positive
 
@@ -273,6 +274,14 @@ class TrainerSection(Section):
         return self
 
 
+class PublicationSection(Section):
+    """How versions are kept in `run.store`; each is rebuilt bit for bit or refused."""
+
+    anchor_every: Annotated[int, Field(gt=0, json_schema_extra=MAY_CHANGE)] = 1
+    """Versions 0, N, 2N … are anchors, whole Hugging Face folders; those between are patches on the
+    version before. 1 keeps every version whole."""
+
+
 class GatesSection(Section):
     """Limits of the gates; a resumed run may have others."""
 
@@ -331,6 +340,7 @@ class RunConfig(Section):
     batch: BatchSection
     asynchrony: AsynchronySection = AsynchronySection()
     trainer: TrainerSection
+    publication: PublicationSection = PublicationSection()
     gates: GatesSection = GatesSection()
     evaluation: EvaluationSection = EvaluationSection()
     maintenance: MaintenanceSection = MaintenanceSection()

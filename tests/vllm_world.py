@@ -16,7 +16,8 @@ from tasks.engines.protocol import Generation, Request
 from tasks.engines.vllm import VllmEngine, VllmSettings
 from tasks.engines.vllm_http import VllmHttp
 from tasks.engines.vllm_launch import LocalServer
-from tasks.weights.anchors import Publication, write_anchor
+from tasks.weights.anchors import write_anchor
+from tasks.weights.folders import Publication
 from tests.engine_models import processed, publish
 
 REPOSITORY = Path(__file__).parent.parent

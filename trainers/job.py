@@ -15,8 +15,9 @@ Exit codes of a rank: 0 done, 1 failed, 3 the controller is gone, 4 another leas
 import argparse
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -25,9 +26,10 @@ import torch.distributed as dist
 
 from schemas.config import RunConfig, parse_recorded_config
 from tasks.lake import Entry, Lake, Ledger, read_batch
-from tasks.weights import anchors, checkpoints
+from tasks.weights import checkpoints
 from tasks.weights.anchors import read_anchor
 from tasks.weights.store import open_store
+from tasks.weights.versions import version_folder
 from trainers import checkpoint, ranks
 from trainers.following import Follower
 from trainers.optimizer import AdamWSettings, MasterAdamW
@@ -128,24 +130,26 @@ class Job:
         )
 
 
-def fetched(config: RunConfig, relative: str, manifest: str) -> Path:
-    """A folder of the store on this machine. Called by every rank: the first one copies it."""
-    store = open_store(config)
+def fetched(fetch: Callable[[], Path]) -> Path:
+    """A folder of the store on this machine. Called by every rank: the first one brings it."""
     if dist.get_rank() == 0:
-        store.get(relative, manifest)
+        fetch()
     dist.barrier()
-    return store.get(relative, manifest)
+    return fetch()
 
 
 def publication(config: RunConfig, ledger: Ledger, version: int) -> Path:
-    """The folder of a published version. Raises `ValueError` where the ledger names none."""
+    """The Hugging Face folder of a published version.
+
+    Raises `ValueError` where the ledger names none, or the store does not hold it whole.
+    """
     entry = ledger.last("version_published", version=version)
     if entry is None:
         raise ValueError(
             f"the ledger of run {config.run.run_id} has no published version {version}; run the "
             "cycle again, which publishes it from its checkpoint."
         )
-    return fetched(config, entry.details["uri"], anchors.MANIFEST)
+    return fetched(partial(version_folder, open_store(config), entry.details["uri"]))
 
 
 def open_job(arguments: argparse.Namespace) -> tuple[Job, int]:
@@ -176,7 +180,8 @@ def open_job(arguments: argparse.Namespace) -> tuple[Job, int]:
         optimizer.load(read_anchor(initial).items(), str(initial))
     else:
         assert trained.checkpoint is not None
-        folder = fetched(config, trained.checkpoint, checkpoints.MANIFEST)
+        store = open_store(config)
+        folder = fetched(partial(store.get, trained.checkpoint, checkpoints.MANIFEST))
         batch = checkpoint.load(folder, optimizer)
         assert batch == trained.batch, f"{trained.checkpoint} holds batch {batch}"
     follower = Follower(ledger, arguments.cycle, arguments.lease)

@@ -24,7 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tasks.durable import fsync_dir, fsync_file
-from tasks.weights.anchors import MODEL_FILE, asset_files, iter_safetensors
+from tasks.weights.anchors import asset_files, iter_safetensors
+from tasks.weights.folders import MODEL_FILE
 from tasks.weights.safetensors_stream import write_safetensors
 from trainers import ranks
 from trainers.losses import cross_entropy

@@ -32,7 +32,8 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
-from tasks.weights.anchors import load_publication, read_anchor
+from tasks.weights.anchors import read_anchor
+from tasks.weights.folders import load_publication
 from tasks.weights.hashing import root_hash
 
 BACKEND = "rollhouse"

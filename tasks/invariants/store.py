@@ -7,14 +7,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from tasks.invariants.finding import Invariant
 from tasks.invariants.snapshot import Snapshot
 from tasks.storage import LocalStorage, Storage
 from tasks.storage.s3 import S3Storage
-from tasks.weights import anchors, checkpoints
-from tasks.weights.hashing import root_hash, root_hash_of_stream
-from tasks.weights.store import BucketStore
+from tasks.weights import checkpoints
+from tasks.weights.hashing import root_hash_of_stream
+from tasks.weights.store import BucketStore, DiskStore, RunStore
+from tasks.weights.versions import find_chain
 
 
 def publication_faults(snapshot: Snapshot) -> Iterator[str]:
@@ -40,14 +42,14 @@ def publication_faults(snapshot: Snapshot) -> Iterator[str]:
 
 
 @contextmanager
-def _folder(store: Storage, relative: str, manifest: str) -> Iterator[Path]:
-    """A folder of the store on this machine; of a bucket, a fresh copy and no cached one."""
-    if isinstance(store, LocalStorage):
-        yield store.root / relative
-        return
-    assert isinstance(store, S3Storage)
-    with TemporaryDirectory() as copies:
-        yield BucketStore(store, Path(copies)).get(relative, manifest)
+def _opened(store: Storage) -> Iterator[RunStore]:
+    """A run's store with an empty cache: of a bucket, fresh copies and no older ones."""
+    with TemporaryDirectory() as cache:
+        if isinstance(store, LocalStorage):
+            yield DiskStore(store.root, Path(cache))
+        else:
+            assert isinstance(store, S3Storage)
+            yield BucketStore(store, Path(cache))
 
 
 def checkpoint_faults(store: Storage, snapshot: Snapshot) -> Iterator[str]:
@@ -56,7 +58,8 @@ def checkpoint_faults(store: Storage, snapshot: Snapshot) -> Iterator[str]:
     for entry in snapshot.of_kind("batch_trained"):
         place = f"row {entry['seq']} (batch {entry['batch']})"
         try:
-            with _folder(run, entry["checkpoint"], checkpoints.MANIFEST) as folder:
+            with _opened(run) as opened:
+                folder = opened.get(entry["checkpoint"], checkpoints.MANIFEST)
                 batch = checkpoints.read_manifest(folder)["batch"]
                 root = root_hash_of_stream(checkpoints.published_values(folder))
         except Exception as error:
@@ -70,18 +73,36 @@ def checkpoint_faults(store: Storage, snapshot: Snapshot) -> Iterator[str]:
 
 
 def weight_faults(store: Storage, snapshot: Snapshot) -> Iterator[str]:
-    """Each published version's folder is whole and holds the values that the ledger names."""
+    """Each published version is whole, or comes whole of an anchor and its patches, and holds the
+    values that the ledger names."""
     run = store.child(snapshot.run_id)
+    for entries in _by_anchor(snapshot):
+        # An anchor in a bucket is copied once for all that is rebuilt from it.
+        with _opened(run) as opened:
+            for entry in entries:
+                uri = entry["details"]["uri"]
+                place = f"row {entry['seq']} (version {entry['version']})"
+                try:
+                    root = root_hash_of_stream(find_chain(opened, uri).tensors())
+                except Exception as error:
+                    yield f"{place}: {_first_line(error)}"
+                    continue
+                if root != entry["root_hash"]:
+                    yield f"{place}: {uri} holds root hash {root}, not the ledger's"
+
+
+def _by_anchor(snapshot: Snapshot) -> list[list[Any]]:
+    """The version_published rows, each anchor with the patches that follow it."""
+    rows = snapshot.connection.execute(
+        "SELECT version FROM publications WHERE kind = 'anchor'"
+    ).fetchall()
+    anchors = {version for (version,) in rows}
+    groups: list[list[Any]] = []
     for entry in snapshot.of_kind("version_published"):
-        place, uri = f"row {entry['seq']} (version {entry['version']})", entry["details"]["uri"]
-        try:
-            with _folder(run, uri, anchors.MANIFEST) as folder:
-                root = root_hash(anchors.read_anchor(folder))
-        except Exception as error:
-            yield f"{place}: {_first_line(error)}"
-            continue
-        if root != entry["root_hash"]:
-            yield f"{place}: {uri} holds root hash {root}, not the ledger's"
+        if not groups or entry["version"] in anchors:
+            groups.append([])
+        groups[-1].append(entry)
+    return groups
 
 
 def _first_line(error: Exception) -> str:

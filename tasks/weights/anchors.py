@@ -1,55 +1,37 @@
 """Anchors: weight versions kept whole, as ordinary Hugging Face folders with a manifest.
 
-vLLM and transformers load an anchor as it is. The manifest is written last and the folder renamed
-into place, so a folder without one was interrupted and is never read; the lease in the folder's
-name keeps a controller that lost its lease from touching what its successor publishes.
+vLLM and transformers load an anchor as it is.
 """
 
-import json
-import os
 import shutil
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from blake3 import blake3
 from safetensors import SafetensorError, safe_open
 
-from tasks.durable import explain_os_errors, fsync_dir, fsync_file, make_durable_dirs
+from tasks.durable import fsync_file
+from tasks.weights.folders import (
+    MANIFEST,
+    MODEL_FILE,
+    Publication,
+    describe_file,
+    file_hash,
+    folder_name,
+    load_publication,
+    num_values,
+    read_manifest,
+    refused,
+    same_or_refuse,
+    write_folder,
+)
 from tasks.weights.hashing import hash_line, root_hash_of_stream, root_of_lines, tensor_hash
 from tasks.weights.safetensors_stream import write_safetensors
 
-MANIFEST = "rollhouse-manifest.json"
-MODEL_FILE = "model.safetensors"
 ASSET_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 """Configuration and tokenizer files; code and pickled weights are never carried along."""
-
-
-@dataclass(frozen=True)
-class Publication:
-    """One published weight version.
-
-    `uri` is the absolute path of its folder, `bytes` the size of its weights as stored;
-    `num_changed` counts the bf16 values that differ from the parent's, None without one to compare.
-    """
-
-    version: int
-    parent: int | None
-    kind: str
-    uri: str
-    bytes: int
-    num_changed: int | None
-    num_parameters: int
-    root_hash: str
-    seconds: float
-
-
-def anchor_name(version: int, lease: int) -> str:
-    """Name of a version's folder; the lease keeps zombies apart."""
-    return f"v{version:08d}-{lease:06d}"
 
 
 def write_anchor(
@@ -75,53 +57,23 @@ def write_anchor(
     """
     started = time.monotonic()
     store = Path(store_dir).absolute()
-    target = store / anchor_name(version, lease)
+    target = store / folder_name(version, lease)
     if (target / MANIFEST).is_file():
-        return _same_or_refuse(target, root_hash_of_stream(tensors))
-    building = store / f".{target.name}.building"
-    with explain_os_errors(f"publish version {version} in {store}"):
-        make_durable_dirs(store)
-        for remains in (building, target):
-            if remains.exists():
-                shutil.rmtree(remains)
-        building.mkdir()
-        try:
-            manifest = _build(building, tensors, Path(assets_dir), parent_uri)
-            manifest |= {
-                "version": version,
-                "parent": version - 1 if version > 0 else None,
-                "kind": "anchor",
-                "rounded": rounded,
-                "seconds": time.monotonic() - started,
-            }
-            _write_manifest(building, manifest)
-            os.rename(building, target)
-        except BaseException:
-            shutil.rmtree(building, ignore_errors=True)
-            raise
-        fsync_dir(store)
+        return same_or_refuse(target, root_hash_of_stream(tensors))
+
+    def fill(building: Path) -> dict[str, Any]:
+        for asset in asset_files(Path(assets_dir)):
+            shutil.copyfile(asset, building / asset.name)
+        return {
+            **fill_anchor(building, tensors, parent_uri),
+            "version": version,
+            "parent": version - 1 if version > 0 else None,
+            "rounded": rounded,
+            "seconds": time.monotonic() - started,
+        }
+
+    write_folder(target, f"publish version {version} in {store}", fill)
     return load_publication(target)
-
-
-def load_publication(uri: str | Path) -> Publication:
-    """What the manifest of an anchor says; nothing is verified.
-
-    Raises:
-        ValueError: the folder has no manifest, because it was interrupted or is not an anchor.
-    """
-    path = Path(uri).absolute()
-    manifest = _manifest(path)
-    return Publication(
-        version=manifest["version"],
-        parent=manifest["parent"],
-        kind=manifest["kind"],
-        uri=str(path),
-        bytes=manifest["files"][MODEL_FILE]["bytes"],
-        num_changed=manifest["num_changed"],
-        num_parameters=manifest["num_parameters"],
-        root_hash=manifest["root_hash"],
-        seconds=manifest["seconds"],
-    )
 
 
 def read_anchor(uri: str | Path) -> dict[str, torch.Tensor]:
@@ -131,25 +83,34 @@ def read_anchor(uri: str | Path) -> dict[str, torch.Tensor]:
         ValueError: the folder is no complete anchor, or a tensor is missing, additional or not
             the one that was published.
     """
-    path = Path(uri)
-    manifest = _manifest(path)
+    return dict(iter_anchor(Path(uri)))
+
+
+def iter_anchor(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, bf16 tensor) pairs as they lie in the file, one in memory at a time and each verified.
+
+    Raises `ValueError` as `read_anchor` does, for some faults only behind the last tensor.
+    """
+    manifest = read_manifest(path)
+    if manifest["kind"] != "anchor":
+        raise refused(path, "it holds a patch and no whole weights")
     expected: dict[str, Any] = manifest["tensors"]
-    tensors: dict[str, torch.Tensor] = {}
+    seen = set()
     for name, tensor in iter_safetensors(path / MODEL_FILE):
         if name not in expected:
-            raise _refused(path, f"tensor {name} is not in its manifest")
+            raise refused(path, f"tensor {name} is not in its manifest")
         if list(tensor.shape) != expected[name]["shape"] or tensor.dtype != torch.bfloat16:
-            raise _refused(path, f"tensor {name} has another shape or dtype than was published")
+            raise refused(path, f"tensor {name} has another shape or dtype than was published")
         if tensor_hash(tensor) != expected[name]["hash"]:
-            raise _refused(path, f"tensor {name} does not have the hash that was published")
-        tensors[name] = tensor
+            raise refused(path, f"tensor {name} does not have the hash that was published")
+        seen.add(name)
+        yield name, tensor
     for name in expected:
-        if name not in tensors:
-            raise _refused(path, f"tensor {name} is missing")
+        if name not in seen:
+            raise refused(path, f"tensor {name} is missing")
     lines = (hash_line(name, entry["shape"], entry["hash"]) for name, entry in expected.items())
     if root_of_lines(lines) != manifest["root_hash"]:
-        raise _refused(path, "its manifest does not add up to its root hash")
-    return tensors
+        raise refused(path, "its manifest does not add up to its root hash")
 
 
 def iter_safetensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -160,43 +121,36 @@ def iter_safetensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """
     try:
         with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 - the handle is no mapping
+            for name in opened.offset_keys():
                 yield name, opened.get_tensor(name)
     except FileNotFoundError as error:
-        raise _refused(file, "the file is missing") from error
+        raise refused(file, "the file is missing") from error
     except SafetensorError as error:
-        raise _refused(file, f"the file is truncated or damaged ({error})") from error
+        raise refused(file, f"the file is truncated or damaged ({error})") from error
 
 
-def export(publication: Publication, to_dir: str | Path) -> Path:
-    """Copies a publication as a plain Hugging Face folder, every file verified.
+def copy_assets(anchor: Path, to_dir: Path) -> None:
+    """Copies an anchor's configuration and tokenizer files, each verified.
 
-    Raises:
-        ValueError: the target holds files already, or a stored file is not the published one.
+    Raises `ValueError` if one is not the file that was published.
     """
-    source, target = Path(publication.uri), Path(to_dir).expanduser().absolute()
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ValueError(f"{target} is not an empty directory; pass --to with one that is new.")
-    files: dict[str, Any] = _manifest(source)["files"]
-    with explain_os_errors(f"export version {publication.version} to {target}"):
-        make_durable_dirs(target)
-        for name, expected in files.items():
-            shutil.copyfile(source / name, target / name)
-            if _file_hash(target / name) != expected["hash"]:
-                shutil.rmtree(target)
-                raise _refused(source, f"{name} is not the file that was published")
-            fsync_file(target / name)
-        fsync_dir(target)
-    return target
+    for name, expected in read_manifest(anchor)["files"].items():
+        if name == MODEL_FILE:
+            continue
+        try:
+            shutil.copyfile(anchor / name, to_dir / name)
+        except FileNotFoundError as error:
+            raise refused(anchor, f"{name} is missing") from error
+        if file_hash(to_dir / name) != expected["hash"]:
+            raise refused(anchor, f"{name} is not the file that was published")
 
 
-def _build(
+def fill_anchor(
     building: Path,
     tensors: Iterable[tuple[str, torch.Tensor]],
-    assets_dir: Path,
-    parent_uri: str | None,
+    parent_uri: str | None = None,
 ) -> dict[str, Any]:
-    """Writes all files but the manifest; what the manifest says about them."""
+    """Writes the weights beside the assets that are there; what the manifest says about both."""
     entries: dict[str, Any] = {}
     num_changed = 0
 
@@ -221,16 +175,15 @@ def _build(
     else:
         with safe_open(Path(parent_uri) / MODEL_FILE, framework="pt") as parent:
             write_safetensors(building / MODEL_FILE, record(parent))
-    for asset in sorted(asset_files(assets_dir)):
-        shutil.copyfile(asset, building / asset.name)
     files: dict[str, Any] = {}
     for file in sorted(building.iterdir()):
         fsync_file(file)
-        files[file.name] = {"bytes": file.stat().st_size, "hash": _file_hash(file)}
+        files[file.name] = describe_file(file)
     lines = (hash_line(name, entry["shape"], entry["hash"]) for name, entry in entries.items())
     return {
+        "kind": "anchor",
         "root_hash": root_of_lines(lines),
-        "num_parameters": sum(_size(entry["shape"]) for entry in entries.values()),
+        "num_parameters": num_values(list(entries.values())),
         "num_changed": None if parent_uri is None else num_changed,
         "tensors": entries,
         "files": files,
@@ -247,48 +200,3 @@ def asset_files(folder: Path) -> Iterator[Path]:
             and not file.name.endswith(".index.json")
         ):
             yield file
-
-
-def _write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    path = folder / MANIFEST
-    path.write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n")
-    fsync_file(path)
-    fsync_dir(folder)
-
-
-def _manifest(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads((path / MANIFEST).read_text())
-    except FileNotFoundError as error:
-        raise _refused(path, "it has no manifest, so it was interrupted or is no anchor") from error
-    except ValueError as error:
-        raise _refused(path, "its manifest is damaged") from error
-
-
-def _same_or_refuse(target: Path, root: str) -> Publication:
-    publication = load_publication(target)
-    if publication.root_hash != root:
-        raise ValueError(
-            f"Refused to publish version {publication.version} at {target}: it exists with other "
-            f"values (root hash {publication.root_hash}, not {root}); a version is never changed, "
-            "so resume the run from its last ledger row."
-        )
-    return publication
-
-
-def _refused(path: Path, why: str) -> ValueError:
-    return ValueError(
-        f"Refused weights at {path}: {why}; publish the version again with `rollhouse run "
-        "RUN.toml`, or restore the folder from a backup."
-    )
-
-
-def _file_hash(path: Path) -> str:
-    return blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()
-
-
-def _size(shape: list[int]) -> int:
-    size = 1
-    for extent in shape:
-        size *= extent
-    return size

@@ -16,13 +16,8 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from tasks.weights.anchors import (
-    MODEL_FILE,
-    Publication,
-    asset_files,
-    iter_safetensors,
-    write_anchor,
-)
+from tasks.weights.anchors import asset_files, iter_safetensors, write_anchor
+from tasks.weights.folders import MODEL_FILE, Publication
 
 INDEX_FILE = "model.safetensors.index.json"
 

@@ -26,6 +26,15 @@ class RunStore(Protocol):
         """Where its files lie on this machine."""
         ...
 
+    @property
+    def cache(self) -> Path:
+        """Where this machine keeps what it can make again."""
+        ...
+
+    def is_there(self) -> bool:
+        """Whether anything is stored."""
+        ...
+
     def begin(self, relative: str) -> None:
         """Says that a folder is about to be built under `folder`."""
         ...
@@ -42,6 +51,10 @@ class RunStore(Protocol):
 @dataclass(frozen=True)
 class DiskStore:
     folder: Path
+    cache: Path
+
+    def is_there(self) -> bool:
+        return self.folder.is_dir()
 
     def begin(self, relative: str) -> None: ...
 
@@ -57,6 +70,13 @@ class BucketStore:
 
     storage: S3Storage
     folder: Path
+
+    @property
+    def cache(self) -> Path:
+        return self.folder
+
+    def is_there(self) -> bool:
+        return any(self.storage.walk())
 
     def begin(self, relative: str) -> None:
         # A cache may know a run of the same name that the bucket has forgotten.
@@ -99,9 +119,9 @@ def open_store(config: RunConfig) -> RunStore:
         ValueError: `run.store` is neither a directory nor in S3, or there are no credentials.
     """
     storage = open_storage(config.run.store).child(config.run.run_id)
-    if isinstance(storage, LocalStorage):
-        return DiskStore(storage.root)
-    assert isinstance(storage, S3Storage)
     key = blake3(storage.uri.encode()).hexdigest()[:16]
-    cache = Path(config.run.cache).expanduser().absolute()
-    return BucketStore(storage, cache / key / config.run.run_id)
+    cache = Path(config.run.cache).expanduser().absolute() / key / config.run.run_id
+    if isinstance(storage, LocalStorage):
+        return DiskStore(storage.root, cache)
+    assert isinstance(storage, S3Storage)
+    return BucketStore(storage, cache)

@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 
 from tests.faults.kill_points import AHEAD as POINTS_AHEAD
-from tests.faults.kill_points import IN_A_BUCKET, ON_DISK, Point
-from tests.faults.kill_runs import AHEAD, KillMatrix, Outcome, can_trace
+from tests.faults.kill_points import BETWEEN_ANCHORS, IN_A_BUCKET, ON_DISK, Point
+from tests.faults.kill_runs import AHEAD, PATCHED, KillMatrix, Outcome, can_trace
 from tests.s3_server import BUCKET, S3Server
 
 
@@ -43,6 +43,7 @@ def main() -> int:
                 for name, points, bucket, settings in (
                     ("disk", ON_DISK, None, ()),
                     ("ahead", POINTS_AHEAD, None, AHEAD),
+                    ("patches", BETWEEN_ANCHORS, None, PATCHED),
                     ("bucket", IN_A_BUCKET, f"s3://{BUCKET}/matrix", ()),
                 ):
                     if not wanted(points):

@@ -167,6 +167,20 @@ AHEAD = tuple(
     )
 )
 
+BETWEEN_ANCHORS = _points(
+    "controller",
+    {
+        "half of a patch's data": Call("open", r"weights/\..*\.patch$", "within", (2, 1)),
+        "fsync of a patch's data": Call("fsync", r"weights/\..*\.patch$", "before", (1, 2)),
+        "after a patch's rename": Call("rename", "/weights/", "after", (2, 3)),
+        "half of a rebuilt version": Call(
+            "open", r"rebuilt-weights/\..*safetensors$", "within", (2, 1)
+        ),
+        "before a rebuilt version's rename": Call("rename", "/rebuilt-weights/", "before", (1, 2)),
+    },
+)
+"""Of a run whose versions 1 and 2 are patches."""
+
 IN_A_BUCKET = (
     *_points(
         "controller",

@@ -26,6 +26,7 @@ NUM_BATCHES = 2
 BATCH_TRAJECTORIES = 8
 
 AHEAD = ("asynchrony.k=1", "asynchrony.update=keep")
+PATCHED = ("publication.anchor_every=5",)
 
 
 def can_trace() -> bool:

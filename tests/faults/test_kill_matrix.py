@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from tests.faults.kill_points import AHEAD as POINTS_AHEAD
-from tests.faults.kill_points import IN_A_BUCKET, ON_DISK, Point
-from tests.faults.kill_runs import AHEAD, KillMatrix, can_trace
+from tests.faults.kill_points import BETWEEN_ANCHORS, IN_A_BUCKET, ON_DISK, Point
+from tests.faults.kill_runs import AHEAD, PATCHED, KillMatrix, can_trace
 
 pytestmark = [
     pytest.mark.slow,
@@ -34,6 +34,11 @@ def test_a_run_killed_anywhere_on_a_disk_ends_as_one_never_killed(tmp_path, tiny
 @pytest.mark.xdist_group("kill_matrix_in_a_bucket")
 def test_a_run_ahead_of_its_trainer_loses_and_doubles_nothing(tmp_path, tiny_policies):
     assert_all_equal(tmp_path, tiny_policies, POINTS_AHEAD, settings=AHEAD)
+
+
+@pytest.mark.xdist_group("kill_matrix_in_a_bucket")
+def test_a_run_killed_while_it_publishes_patches_ends_as_one_never_killed(tmp_path, tiny_policies):
+    assert_all_equal(tmp_path, tiny_policies, BETWEEN_ANCHORS, settings=PATCHED)
 
 
 @pytest.mark.xdist_group("kill_matrix_in_a_bucket")

@@ -16,6 +16,7 @@ DATA_PLANE = CONTROL_PLANE | {"deltalake", "duckdb", "pyarrow"}
         ("tasks.lake", CONTROL_PLANE | {"torch"}),
         ("tasks.weights.hashing", DATA_PLANE),
         ("tasks.weights.anchors", DATA_PLANE),
+        ("tasks.weights.patch", DATA_PLANE),
         ("tasks.weights.importing", {"prefect", "great_expectations", "deltalake"}),
     ],
 )

@@ -8,16 +8,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from tasks.weights.anchors import (
-    MANIFEST,
-    MODEL_FILE,
-    export,
-    load_publication,
-    read_anchor,
-    write_anchor,
-)
+from tasks.weights.anchors import read_anchor, write_anchor
+from tasks.weights.folders import MANIFEST, MODEL_FILE, load_publication
 from tasks.weights.hashing import root_hash
 from tasks.weights.importing import import_anchor
+from tasks.weights.store import DiskStore
+from tasks.weights.versions import export
 
 torch.set_num_threads(1)
 
@@ -180,9 +176,17 @@ def test_failed_publication_leaves_no_folder(tmp_path: Path, assets: Path):
     assert list((tmp_path / "store").iterdir()) == []
 
 
+def store_of(tmp_path: Path) -> DiskStore:
+    return DiskStore(tmp_path / "store", tmp_path / "cache")
+
+
+def uri_of(publication) -> str:
+    return Path(publication.uri).name
+
+
 def test_export_copies_without_manifest(tmp_path: Path, assets: Path):
     publication = publish(tmp_path, assets)
-    target = export(publication, tmp_path / "out")
+    target = export(store_of(tmp_path), uri_of(publication), tmp_path / "out")
     assert sorted(file.name for file in target.iterdir()) == [
         "chat_template.jinja",
         "config.json",
@@ -195,10 +199,10 @@ def test_export_copies_without_manifest(tmp_path: Path, assets: Path):
 def test_export_refuses_used_directory_and_damaged_source(tmp_path: Path, assets: Path):
     publication = publish(tmp_path, assets)
     with pytest.raises(ValueError, match="not an empty directory"):
-        export(publication, assets)
+        export(store_of(tmp_path), uri_of(publication), assets)
     (Path(publication.uri) / "tokenizer.json").write_text("[]")
     with pytest.raises(ValueError, match=r"tokenizer\.json is not the file that was published"):
-        export(publication, tmp_path / "out")
+        export(store_of(tmp_path), uri_of(publication), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

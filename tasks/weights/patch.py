@@ -1,0 +1,269 @@
+"""Patches: weight versions kept as what changed since their parent.
+
+A patch is a folder with one data file and a manifest. The manifest holds the root hash of the
+parent and of the result, and for each tensor the BLAKE3 of its values before and after, so that a
+patch is only ever applied to the values it was made from and its result is never taken on trust.
+The manifest ends in a hash of itself. What the data file holds is said in
+`tasks.weights.patch_coding`: the tensors' payloads, in the manifest's order, nothing between them.
+"""
+
+import mmap
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from blake3 import blake3
+from safetensors import SafetensorError, safe_open
+
+from tasks.durable import fsync_file
+from tasks.weights.folders import (
+    MANIFEST,
+    MODEL_FILE,
+    PATCH_FILE,
+    Publication,
+    describe_file,
+    file_hash,
+    folder_name,
+    load_publication,
+    manifest_text,
+    num_values,
+    read_manifest,
+    refused,
+    same_or_refuse,
+    write_folder,
+)
+from tasks.weights.hashing import (
+    hash_line,
+    root_hash_of_stream,
+    root_of_lines,
+    tensor_bytes,
+    tensor_hash,
+)
+from tasks.weights.patch_coding import Bits, Changes, apply, encode
+
+FORMAT = 1
+
+
+def write_patch(
+    store_dir: str | Path,
+    *,
+    version: int,
+    lease: int,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    parent_dir: str | Path,
+) -> Publication:
+    """Publishes (name, bf16 tensor) pairs as a patch on version - 1; durable on return.
+
+    `parent_dir` is the parent's whole folder: an anchor, or one rebuilt under the name that the
+    parent was published by. One tensor of each is in memory at a time. The data file is a function
+    of the two versions alone; doing it again returns the first publication.
+
+    Raises:
+        ValueError: the version exists under this lease with other values, or the parent's folder
+            does not hold what its manifest says.
+        OSError: the store cannot be written; no folder of that name appears.
+    """
+    started = time.monotonic()
+    store, parent = Path(store_dir).absolute(), Path(parent_dir).absolute()
+    target = store / folder_name(version, lease)
+    if (target / MANIFEST).is_file():
+        return same_or_refuse(target, root_hash_of_stream(tensors))
+
+    def fill(building: Path) -> dict[str, Any]:
+        before = read_manifest(parent)
+        entries = _write_data(building / PATCH_FILE, tensors, parent, before["tensors"])
+        return _sealed(
+            {
+                "format": FORMAT,
+                "kind": "patch",
+                "version": version,
+                "parent": version - 1,
+                "parent_folder": parent.name,
+                "parent_root_hash": before["root_hash"],
+                "root_hash": _root_of(entries),
+                "num_parameters": num_values(entries),
+                "num_changed": sum(entry["num_changed"] for entry in entries),
+                "tensors": entries,
+                "files": {PATCH_FILE: describe_file(building / PATCH_FILE)},
+                "seconds": time.monotonic() - started,
+            }
+        )
+
+    write_folder(target, f"publish version {version} in {store}", fill)
+    return load_publication(target)
+
+
+def _write_data(
+    file: Path,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    parent: Path,
+    expected: dict[str, Any],
+) -> list[dict[str, Any]]:
+    """Writes every tensor's payload; what the manifest says about each."""
+    entries = []
+    with safe_open(parent / MODEL_FILE, framework="pt") as opened, open(file, "xb") as data:
+        for name, tensor in tensors:
+            shape, parent_hash = list(tensor.shape), None
+            before = np.zeros(tensor.numel(), np.uint16)
+            if name in expected and expected[name]["shape"] == shape:
+                held = opened.get_tensor(name)
+                parent_hash = tensor_hash(held)
+                if parent_hash != expected[name]["hash"]:
+                    raise refused(parent, f"tensor {name} does not have the hash it should have")
+                before = _bits(held)
+            changes = encode(before, _bits(tensor))
+            data.write(changes.payload)
+            entries.append(
+                {
+                    "name": name,
+                    "dtype": "bfloat16",
+                    "shape": shape,
+                    "parent_hash": parent_hash,
+                    "hash": tensor_hash(tensor),
+                    "num_changed": changes.num_changed,
+                    "bytes": len(changes.payload),
+                }
+            )
+    fsync_file(file)
+    return entries
+
+
+@dataclass(frozen=True)
+class Patch:
+    """A patch whose files are the ones that were published."""
+
+    folder: Path
+    manifest: dict[str, Any]
+
+    @classmethod
+    def open(cls, folder: Path) -> "Patch":
+        """Raises `ValueError` if a file is missing, torn or changed, or of a newer format."""
+        manifest = read_manifest(folder)
+        # Compared as text, so that no byte of the file may differ.
+        if manifest_text(_sealed(manifest)) != (folder / MANIFEST).read_text():
+            raise refused(folder, "its manifest is not the one that was published")
+        if manifest["format"] > FORMAT:
+            raise ValueError(
+                f"{folder} has patch format {manifest['format']} and this version reads {FORMAT}; "
+                "update rollhouse."
+            )
+        data = folder / PATCH_FILE
+        if not data.is_file():
+            raise refused(folder, f"{PATCH_FILE} is missing")
+        if file_hash(data) != manifest["files"][PATCH_FILE]["hash"]:
+            raise refused(folder, f"{PATCH_FILE} is not the file that was published")
+        return cls(folder, manifest)
+
+    @property
+    def version(self) -> int:
+        return self.manifest["version"]
+
+    @cached_property
+    def _entries(self) -> dict[str, tuple[dict[str, Any], int]]:
+        """What the manifest says of each tensor, and where its payload begins."""
+        entries, offset = {}, 0
+        for entry in self.manifest["tensors"]:
+            entries[entry["name"]] = entry, offset
+            offset += entry["bytes"]
+        return entries
+
+    def apply(self, name: str, held: tuple[Bits, str] | None) -> tuple[Bits, str] | None:
+        """A tensor of this version and its hash, made in place from the parent's.
+
+        None stands for a tensor that a version does not have. Raises `ValueError` if the parent's
+        or the result's hash is another.
+        """
+        if name not in self._entries:
+            return None
+        entry, offset = self._entries[name]
+        if entry["parent_hash"] is None:
+            bits = np.zeros(num_values([entry]), np.uint16)
+        elif held is None or held[1] != entry["parent_hash"]:
+            raise refused(
+                self.folder, f"tensor {name} of its parent does not have the hash it should have"
+            )
+        elif entry["hash"] == held[1]:
+            return held
+        else:
+            bits = held[0]
+        try:
+            apply(bits, Changes(entry["num_changed"], self._data[offset : offset + entry["bytes"]]))
+        except ValueError as error:
+            raise refused(self.folder, f"tensor {name} cannot be decoded: {error}") from error
+        if (result := bits_hash(bits)) != entry["hash"]:
+            raise refused(self.folder, f"tensor {name} does not come to the hash it should have")
+        return bits, result
+
+    @cached_property
+    def _data(self) -> mmap.mmap | bytes:
+        file = self.folder / PATCH_FILE
+        if file.stat().st_size == 0:
+            return b""
+        with open(file, "rb") as opened:
+            return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def patched_tensors(base: Path, patches: Sequence[Patch]) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, bf16 tensor) pairs of the last patch's version, one in memory at a time.
+
+    `base` is the whole folder that the first patch was made on, each other patch follows the one
+    before it. Every tensor is hashed before the first patch and after each.
+
+    Raises:
+        ValueError: a patch does not belong on what comes before it, or a hash is another.
+    """
+    place, root = base, read_manifest(base)["root_hash"]
+    for patch in patches:
+        if patch.manifest["parent_root_hash"] != root:
+            raise ValueError(
+                f"Refused to apply the patch at {patch.folder} to {place}: it was made on version "
+                f"{patch.version - 1} with root hash {patch.manifest['parent_root_hash']}, and "
+                f"that folder holds {root}; restore the parent's folder from a backup."
+            )
+        place, root = patch.folder, patch.manifest["root_hash"]
+    try:
+        with safe_open(base / MODEL_FILE, framework="pt") as opened:
+            names = set(opened.keys())
+            for entry in patches[-1].manifest["tensors"]:
+                name = entry["name"]
+                held: tuple[Bits, str] | None = None
+                if name in names:
+                    bits = _bits(opened.get_tensor(name)).copy()
+                    held = bits, bits_hash(bits)
+                for patch in patches:
+                    held = patch.apply(name, held)
+                assert held is not None, "the last patch has every tensor of its manifest"
+                yield name, _tensor(held[0], entry["shape"])
+    except FileNotFoundError as error:
+        raise refused(base, f"{MODEL_FILE} is missing") from error
+    except SafetensorError as error:
+        raise refused(base, f"{MODEL_FILE} is truncated or damaged ({error})") from error
+
+
+def bits_hash(bits: Bits) -> str:
+    """The hash of a tensor, as `tensor_hash`, from its bit patterns."""
+    return blake3(bits.view(np.uint8).data).hexdigest()
+
+
+def _bits(tensor: torch.Tensor) -> Bits:
+    assert tensor.dtype == torch.bfloat16, f"{tensor.dtype} is not published"
+    return np.frombuffer(tensor_bytes(tensor), np.uint16)
+
+
+def _tensor(bits: Bits, shape: Sequence[int]) -> torch.Tensor:
+    return torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16).reshape(tuple(shape))
+
+
+def _root_of(entries: Sequence[dict[str, Any]]) -> str:
+    return root_of_lines(hash_line(e["name"], e["shape"], e["hash"]) for e in entries)
+
+
+def _sealed(manifest: dict[str, Any]) -> dict[str, Any]:
+    """The manifest with the hash of all that it says otherwise."""
+    rest = {key: value for key, value in manifest.items() if key != "manifest_hash"}
+    return {**rest, "manifest_hash": blake3(manifest_text(rest).encode()).hexdigest()}

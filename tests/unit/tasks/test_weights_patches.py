@@ -1,0 +1,360 @@
+"""Patches on disk: written, verified, applied beside the parent, and refused."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from blake3 import blake3
+from safetensors.torch import load_file
+
+from tasks.weights.anchors import read_anchor, write_anchor
+from tasks.weights.folders import MANIFEST, MODEL_FILE, PATCH_FILE, REBUILT, load_publication
+from tasks.weights.hashing import (
+    hash_line,
+    root_hash,
+    root_hash_of_stream,
+    root_of_lines,
+    tensor_hash,
+)
+from tasks.weights.patch import Patch, bits_hash, patched_tensors, write_patch
+from tasks.weights.store import DiskStore
+from tasks.weights.versions import drop_rebuilt, export, find_chain, version_folder
+
+torch.set_num_threads(1)
+
+Model = dict[str, torch.Tensor]
+
+
+def first_model() -> Model:
+    torch.manual_seed(0)
+    return {
+        "layer.weight": (torch.randn(31, 17) * 0.02).to(torch.bfloat16),
+        "norm": torch.ones(17, dtype=torch.bfloat16),
+        "scale": torch.tensor(-0.0, dtype=torch.bfloat16),
+    }
+
+
+def trained(model: Model, seed: int, learning_rate: float = 2e-5) -> Model:
+    """Another model, most of whose values are the same."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: (t.float() + learning_rate * torch.randn(t.shape, generator=generator)).bfloat16()
+        for name, t in model.items()
+    }
+
+
+class World:
+    """A store in which versions are published one after another."""
+
+    def __init__(self, root: Path):
+        self.store = DiskStore(root / "store", root / "cache")
+        self.assets = root / "assets"
+        self.assets.mkdir()
+        (self.assets / "config.json").write_text('{"model_type": "llama"}')
+        self.models: list[Model] = []
+
+    def uri(self, version: int) -> str:
+        return f"weights/v{version:08d}-000001"
+
+    def folder(self, version: int) -> Path:
+        return self.store.folder / self.uri(version)
+
+    def publish(self, model: Model, *, anchor: bool = False):
+        version = len(self.models)
+        self.models.append(model)
+        given = {"version": version, "lease": 1, "tensors": model.items()}
+        if anchor or version == 0:
+            return write_anchor(self.folder(0).parent, assets_dir=self.assets, **given)
+        parent = version_folder(self.store, self.uri(version - 1))
+        return write_patch(self.folder(0).parent, parent_dir=parent, **given)
+
+    def rebuilt(self, version: int) -> Path:
+        return version_folder(self.store, self.uri(version))
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    world = World(tmp_path)
+    world.publish(first_model())
+    world.publish(trained(first_model(), 1))
+    return world
+
+
+def same_bits(one: Model, other: Model) -> bool:
+    return one.keys() == other.keys() and all(
+        one[name].view(torch.int16).equal(other[name].view(torch.int16)) for name in one
+    )
+
+
+def test_a_rebuilt_version_is_the_folder_that_an_anchor_would_be(world: World, tmp_path: Path):
+    publication = load_publication(world.folder(1))
+    assert (publication.version, publication.parent, publication.kind) == (1, 0, "patch")
+    assert publication.root_hash == root_hash(world.models[1])
+    changed = [
+        int((a.view(torch.int16) != b.view(torch.int16)).sum())
+        for a, b in zip(*(model.values() for model in world.models), strict=True)
+    ]
+    assert publication.num_changed == sum(changed) > 0
+    assert publication.num_parameters == 31 * 17 + 17 + 1
+    assert publication.bytes == (world.folder(1) / PATCH_FILE).stat().st_size
+    assert sorted(path.name for path in world.folder(1).iterdir()) == [PATCH_FILE, MANIFEST]
+
+    rebuilt = world.rebuilt(1)
+    anchor = write_anchor(
+        tmp_path / "whole",
+        version=1,
+        lease=1,
+        tensors=world.models[1].items(),
+        assets_dir=world.assets,
+    )
+    for name in ("config.json", MODEL_FILE):
+        assert (rebuilt / name).read_bytes() == (Path(anchor.uri) / name).read_bytes()
+    assert same_bits(read_anchor(rebuilt), world.models[1])
+    as_anchor = load_publication(rebuilt)
+    assert (as_anchor.kind, as_anchor.version, as_anchor.parent) == ("anchor", 1, 0)
+
+
+def test_the_data_of_a_patch_is_a_function_of_two_versions(world: World, tmp_path: Path):
+    again = write_patch(
+        tmp_path / "again",
+        version=1,
+        lease=9,
+        tensors=world.models[1].items(),
+        parent_dir=world.folder(0),
+    )
+    assert (Path(again.uri) / PATCH_FILE).read_bytes() == (
+        world.folder(1) / PATCH_FILE
+    ).read_bytes()
+
+
+def test_publishing_again_returns_the_first_and_never_changes_it(world: World):
+    given = {"version": 1, "lease": 1, "parent_dir": world.folder(0)}
+    before = (world.folder(1) / MANIFEST).read_bytes()
+    again = write_patch(world.folder(0).parent, tensors=world.models[1].items(), **given)
+    assert again == load_publication(world.folder(1))
+    with pytest.raises(ValueError, match="exists with other values"):
+        write_patch(world.folder(0).parent, tensors=world.models[0].items(), **given)
+    assert (world.folder(1) / MANIFEST).read_bytes() == before
+
+
+def test_special_values_and_tensors_that_come_go_and_change_shape(world: World):
+    every = torch.from_numpy(np.arange(1 << 16, dtype=np.uint16).view(np.int16))
+    world.publish({"every": every.view(torch.bfloat16), "norm": torch.ones(4, 2).bfloat16()})
+    world.publish({"every": every.flip(0).view(torch.bfloat16), "norm": torch.zeros(8).bfloat16()})
+    world.publish({**world.models[1], "empty": torch.zeros(0, 3).bfloat16()})
+    for version in range(5):
+        assert same_bits(read_anchor(world.rebuilt(version)), world.models[version])
+        chain = find_chain(world.store, world.uri(version))
+        assert root_hash_of_stream(chain.tensors()) == root_hash(world.models[version])
+
+
+def test_a_version_equal_to_its_parent_has_an_empty_patch(world: World):
+    publication = world.publish(world.models[1])
+    assert (publication.bytes, publication.num_changed) == (0, 0)
+    assert same_bits(read_anchor(world.rebuilt(2)), world.models[1])
+
+
+def test_applying_twice_changes_nothing(world: World):
+    first = {path: path.stat().st_mtime_ns for path in world.rebuilt(1).iterdir()}
+    assert {path: path.stat().st_mtime_ns for path in world.rebuilt(1).iterdir()} == first
+
+
+def test_a_patch_on_another_parent_is_refused(world: World, tmp_path: Path):
+    (tmp_path / "other").mkdir()
+    other = World(tmp_path / "other")
+    other.publish(trained(first_model(), 5))
+    patch = Patch.open(world.folder(1))
+    with pytest.raises(ValueError, match=r"^Refused to apply the patch at .*restore the parent"):
+        list(patched_tensors(other.folder(0), [patch]))
+    # The patch's own result is a wrong parent too, so that nothing is applied twice in place.
+    with pytest.raises(ValueError, match="was made on version 0 with root hash"):
+        list(patched_tensors(world.rebuilt(1), [patch]))
+    # A parent with the right manifest and other values.
+    shutil.copy(other.folder(0) / MODEL_FILE, world.folder(0) / MODEL_FILE)
+    shutil.rmtree(world.store.cache)
+    with pytest.raises(ValueError, match=r"tensor \S+ of its parent does not have the hash"):
+        world.rebuilt(1)
+    assert not (world.store.cache / REBUILT / world.folder(1).name).exists()
+
+
+def test_a_damaged_parent_is_not_published_on(world: World):
+    file = world.rebuilt(1) / MODEL_FILE
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(
+        ValueError, match=r"tensor scale .*; remove the folder, which is made again"
+    ):
+        world.publish(trained(world.models[1], 2))
+    assert not world.folder(2).exists()
+
+
+def test_200_random_corruptions_and_truncations_are_refused(world: World):
+    rng = np.random.default_rng(0)
+    files = [world.folder(1) / PATCH_FILE, world.folder(1) / MANIFEST]
+    good = {file: file.read_bytes() for file in files}
+    for number in range(200):
+        file = files[number % 2]
+        bad = bytearray(good[file])
+        position = int(rng.integers(len(bad)))
+        if number % 4 < 2:
+            bad[position] ^= int(rng.integers(1, 256))
+        else:
+            del bad[position:]
+        file.write_bytes(bad)
+        with pytest.raises(ValueError, match=r"^Refused weights at .*; publish the version again"):
+            world.rebuilt(1)
+        assert not (world.store.cache / REBUILT / world.folder(1).name).exists()
+        file.write_bytes(good[file])
+    assert same_bits(read_anchor(world.rebuilt(1)), world.models[1])
+
+
+def test_a_newer_format_says_so(world: World):
+    path = world.folder(1) / MANIFEST
+    manifest = {**json.loads(path.read_text()), "format": 2}
+    del manifest["manifest_hash"]
+    seal = blake3(json.dumps(manifest, indent=1, sort_keys=True).encode() + b"\n").hexdigest()
+    manifest["manifest_hash"] = seal
+    path.write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n")
+    with pytest.raises(ValueError, match=r"has patch format 2 .* update rollhouse"):
+        world.rebuilt(1)
+
+
+KILLED_WITHIN = """
+import os, signal, sys
+from pathlib import Path
+from tasks.weights import safetensors_stream, versions
+from tasks.weights.store import DiskStore
+
+place, root = sys.argv[1], Path(sys.argv[2])
+write, rename, names = safetensors_stream.tensor_bytes, os.rename, []
+
+def within(tensor):
+    names.append(tensor)
+    if place == "values" and len(names) == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return write(tensor)
+
+def renamed(source, target):
+    if place == "rename":
+        os.kill(os.getpid(), signal.SIGKILL)
+    rename(source, target)
+
+safetensors_stream.tensor_bytes, os.rename = within, renamed
+versions.version_folder(DiskStore(root / "store", root / "cache"), sys.argv[3])
+"""
+
+
+@pytest.mark.parametrize("place", ["values", "rename"])
+def test_an_interrupted_apply_leaves_the_old_version(tmp_path: Path, place: str):
+    world = World(tmp_path)
+    world.publish(first_model())
+    world.publish(trained(first_model(), 1))
+    world.publish(trained(first_model(), 2))
+    parent = {path: path.read_bytes() for path in world.rebuilt(1).iterdir()}
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED_WITHIN, place, str(tmp_path), world.uri(2)],
+        env=os.environ | {"PYTHONPATH": os.getcwd()},
+        check=False,
+    )
+    assert killed.returncode == -signal.SIGKILL
+    cache = world.store.cache / REBUILT
+    assert [path.name for path in cache.glob("v*")] == [world.folder(1).name]
+    assert (cache / f".{world.folder(2).name}.building").is_dir()
+    assert {path: path.read_bytes() for path in world.rebuilt(1).iterdir()} == parent
+    assert same_bits(read_anchor(world.rebuilt(2)), world.models[2])
+    assert [path.name for path in cache.glob(".v*")] == []
+
+
+@pytest.fixture
+def in_memory() -> Iterator[Path]:
+    """A folder of a file system without a disk, where thousands of fsyncs cost nothing."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)
+
+
+def test_1000_consecutive_patches_come_to_the_same_bits_from_any_anchor(in_memory: Path):
+    world, model = World(in_memory), first_model()
+    world.publish(model)
+    anchors, roots = {0: model}, [root_hash(model)]
+    patches: list[Patch] = []
+    for version in range(1, 1001):
+        model = trained(model, version)
+        world.publish(model)
+        drop_rebuilt(world.store, before_version=version - 1)
+        patches.append(Patch.open(world.folder(version)))
+        roots.append(root_hash(model))
+        if version % 100 == 0 and version < 1000:
+            anchors[version] = model
+    assert len(set(roots)) == 1001
+    for first, whole in anchors.items():
+        held = {
+            name: (t.view(torch.int16).numpy().view(np.uint16).reshape(-1).copy(), tensor_hash(t))
+            for name, t in whole.items()
+        }
+        for patch in patches[first:]:
+            held = {name: patch.apply(name, before) for name, before in held.items()}
+            lines = [hash_line(n, whole[n].shape, bits_hash(held[n][0])) for n in whole]
+            assert root_of_lines(lines) == roots[patch.version]
+    chain = find_chain(world.store, world.uri(1000))
+    assert chain.base == world.folder(0) and len(chain.patches) == 1000
+    assert same_bits(dict(chain.tensors()), model)
+    assert same_bits(read_anchor(world.rebuilt(1000)), model)
+
+
+def test_the_nearest_anchor_is_where_a_chain_begins(world: World):
+    world.publish(trained(world.models[1], 2), anchor=True)
+    world.publish(trained(world.models[2], 3))
+    chain = find_chain(world.store, world.uri(3))
+    assert chain.base == world.folder(2) and len(chain.patches) == 1
+    shutil.rmtree(world.folder(1))
+    assert same_bits(dict(chain.tensors()), world.models[3])
+    assert world.rebuilt(2) == world.folder(2)
+
+
+def test_a_chain_with_a_hole_is_refused(world: World):
+    world.publish(trained(world.models[1], 2))
+    shutil.rmtree(world.folder(1))
+    with pytest.raises(ValueError, match=r"v00000001-000001: it has no manifest"):
+        find_chain(world.store, world.uri(2))
+
+
+def test_old_rebuilt_folders_are_dropped_and_made_again(world: World):
+    for seed in (2, 3):
+        world.publish(trained(world.models[-1], seed))
+        world.rebuilt(len(world.models) - 1)
+    (world.store.cache / REBUILT / ".v00000002-000001.building").mkdir()
+    drop_rebuilt(world.store, before_version=3)
+    folder = world.store.cache / REBUILT
+    assert [path.name for path in folder.iterdir() if path.is_dir()] == ["v00000003-000001"]
+    assert same_bits(read_anchor(world.rebuilt(2)), world.models[2])
+
+
+def test_a_cache_of_a_forgotten_run_is_not_believed(world: World, tmp_path: Path):
+    world.rebuilt(1)
+    shutil.rmtree(world.store.folder)
+    shutil.rmtree(world.assets)
+    again = World(tmp_path)
+    again.publish(trained(first_model(), 8))
+    again.publish(trained(first_model(), 9))
+    assert same_bits(read_anchor(again.rebuilt(1)), again.models[1])
+
+
+def test_export_writes_a_patched_version_whole_or_nothing(world: World, tmp_path: Path):
+    out = export(world.store, world.uri(1), tmp_path / "out")
+    assert sorted(path.name for path in out.iterdir()) == ["config.json", MODEL_FILE]
+    assert same_bits(load_file(out / MODEL_FILE), world.models[1])
+    assert not world.store.cache.joinpath(REBUILT, world.folder(1).name).exists()
+    (world.folder(0) / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"config\.json is not the file that was published"):
+        export(world.store, world.uri(1), tmp_path / "damaged")
+    assert not (tmp_path / "damaged").exists()
