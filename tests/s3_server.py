@@ -34,12 +34,16 @@ IDENTITY = {
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on; SeaweedFS adds 10,000 to each for gRPC."""
+    """Ports that nobody listens on; SeaweedFS adds 10,000 to each for gRPC.
+
+    All lie below 32,768, where those of outgoing connections begin: one of these would keep a
+    server that was stopped from coming back.
+    """
     found: list[int] = []
     while len(found) < count:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1] % 20_000 + 20_000
+            port = probe.getsockname()[1] % 10_000 + 12_000
         with socket.socket() as first, socket.socket() as second:
             try:
                 first.bind(("127.0.0.1", port))

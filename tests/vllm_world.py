@@ -22,7 +22,7 @@ from tests.engine_models import processed, publish
 
 REPOSITORY = Path(__file__).parent.parent
 SCRIPT = REPOSITORY / "infra" / "vllm" / "serve-cpu.sh"
-MAX_MODEL_TOKENS = 2048
+MAX_MODEL_TOKENS = 4096
 # That of the tiny run's policy, so that one server can hold either. vLLM's attention on a CPU takes
 # heads of 32 and more.
 SHAPE = {

@@ -21,7 +21,8 @@ T = TypeVar("T")
 
 OUTAGE = re.compile(
     r"connection (refused|reset|closed)|could not connect|error sending request|timed? ?out"
-    r"|\bHTTP (code )?5\d\d\b|status: 5\d\d",
+    r"|\bHTTP (code )?5\d\d\b|status: 5\d\d"
+    r"|\b5\d\d (Internal Server Error|Bad Gateway|Service Unavailable|Gateway Timeout)",
     re.IGNORECASE,
 )
 

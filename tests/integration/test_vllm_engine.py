@@ -33,7 +33,9 @@ from tests.vllm_world import (
 pytestmark = pytest.mark.vllm
 
 PLAIN = Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_tokens=64, seed=0)
-LONG = 1500
+LONG = 3500
+"""Tokens of a request that an update must meet; a busy server reports what runs seconds late."""
+
 PROMPT = tuple(range(1, 33))
 
 
