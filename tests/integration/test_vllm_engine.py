@@ -19,6 +19,7 @@ from tasks.rollout import RolloutContext, _Recorder, _sample_turn
 from tests.engine_models import VOCAB, prompts, recomputed_logprobs
 from tests.vllm_world import (
     CANARY,
+    MAX_MODEL_TOKENS,
     SHAPE,
     TOLERANCE,
     Version,
@@ -310,7 +311,7 @@ def test_a_cache_from_before_the_attachment_is_not_used(url, versions):
 
 def test_the_length_is_cut_to_what_fits(url, versions):
     async def work(engine):
-        prompt = tuple(range(60)) * 34
+        prompt = tuple(i % 60 for i in range(MAX_MODEL_TOKENS - 8))
         return await engine.generate(Request("a", prompt, replace(PLAIN, max_tokens=500), ()))
 
     generation = with_engine(url, versions, work)
@@ -319,7 +320,7 @@ def test_the_length_is_cut_to_what_fits(url, versions):
 
 def test_a_cancelled_request_leaves_the_server(url, versions):
     async def work(engine):
-        task = asyncio.create_task(engine.generate(request(max_tokens=1900)))
+        task = asyncio.create_task(engine.generate(request(max_tokens=LONG)))
         while await num_running(engine._http) == 0:
             await asyncio.sleep(0.01)
         task.cancel()
@@ -334,7 +335,7 @@ def test_a_cancelled_request_leaves_the_server(url, versions):
 def test_a_request_that_takes_too_long_is_no_lost_engine(url, versions):
     async def work(engine):
         with pytest.raises(EngineTimeout, match="took longer than 1 s"):
-            await engine.generate(request(max_tokens=1900))
+            await engine.generate(request(max_tokens=LONG))
         return await engine.generate(request(max_tokens=2))
 
     assert len(with_engine(url, versions, work, request_timeout_s=1.0).token_ids) == 2
