@@ -225,7 +225,9 @@ class LakeTable:
         typed = file_rows(self.table, rows, write_id)
         add = self.write_file(typed, write_id, run_id=run_id, cycle=cycle, data_change=True)
         with self._lock:
-            self._renewed()
+            # A guarded commit is made on the view that was checked: its handle must not move.
+            if transaction is None:
+                self._renewed()
             try:
                 self._commit(add, transaction)
             except CommitFailedError:

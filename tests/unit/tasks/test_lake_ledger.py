@@ -1,5 +1,6 @@
 import statistics
 import time
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -148,6 +149,15 @@ def test_a_stale_view_is_refused(lake: Lake, ledger: Ledger):
     stale.refresh()
     assert [e.seq for e in stale.entries] == [0, 1, 2]
     assert stale.entries[2] == entry
+
+
+def test_renewed_credentials_do_not_move_a_checked_view(lake: Lake, ledger: Ledger):
+    stale = replace(ledger.entries[0], seq=1, kind="cycle_opened")
+    another(lake).append("cycle_opened", lease=0)
+    lake.tables["ledger"]._options = {"AWS_SESSION_TOKEN": "of an hour ago"}
+    with pytest.raises(LeaseLost):
+        ledger._commit(stale)
+    assert len(another(lake).entries) == 2
 
 
 def test_a_zombie_is_refused_and_its_rows_stay_invisible(lake: Lake, ledger: Ledger):
