@@ -76,7 +76,7 @@ $(ROUTING_STAMP): infra/vllm/constraints-routing.txt
 	$(ROUTING_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
-# Real runs killed at every point, on a disk and in a bucket, with five seeds; over an hour.
+# Real runs killed at every point, on a disk and in a bucket, with five seeds; about an hour.
 kill-matrix: install
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m tests.faults.kill_matrix
 

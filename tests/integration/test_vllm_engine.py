@@ -369,12 +369,15 @@ def test_a_server_that_is_not_what_the_run_needs_is_refused(url, versions):
         engine = engine_at(url, versions[0])
         for name, value in changes.items():
             setattr(engine, name, value)
-        with pytest.raises(ValueError) as error:
-            await engine.connect()
-        await engine.close()
+        try:
+            with pytest.raises(ValueError) as error:
+                await engine.connect()
+        finally:
+            await engine.close()
         return str(error.value)
 
-    assert "set --max-model-len 4096" in asyncio.run(connect(_max_model_tokens=4096))
+    more = 2 * MAX_MODEL_TOKENS
+    assert f"set --max-model-len {more}" in asyncio.run(connect(_max_model_tokens=more))
     assert "set --dtype bfloat16" in asyncio.run(connect(_compute_dtype="bfloat16"))
 
 
