@@ -2,8 +2,9 @@
 
 8 groups of 8 rollouts; a prompt of 2,000 tokens that a group shares; 4 turns of 200 sampled and
 1,500 observed tokens: 563,200 tokens in 576 segments, 51,200 of them sampled. Ids follow Zipf's law
-with exponent 1.2, folded into a vocabulary of 151,936; log-probabilities are those of an
-exponential law with mean -0.5 nats, in float32, whose mantissas no codec can shorten.
+with exponent 1.2, folded into a vocabulary of 151,936, and each action ends with a stop token;
+log-probabilities are those of an exponential law with mean -0.5 nats, in float32, whose mantissas
+no codec can shorten.
 """
 
 from dataclasses import dataclass
@@ -13,29 +14,21 @@ import numpy as np
 import pyarrow as pa
 
 from schemas.tables import TABLES
+from tasks.seeds import derive_seed
+from tests.factories import GATE1_LIMITS, RUN_SEED
 
 VOCAB_SIZE = 151_936
 VERSION = 7
 STARTED = datetime(2026, 1, 1, tzinfo=UTC)
-LIMITS = {
+STOP_TOKEN = VOCAB_SIZE - 1
+LIMITS = GATE1_LIMITS | {
     "published_version": VERSION,
     "vocab_size": VOCAB_SIZE,
     "max_tokens": 200,
-    "temperature": 1.0,
-    "heldout_temperature": 1.0,
-    "top_p": 1.0,
-    "top_k": 0,
-    "min_p": 0.0,
+    "max_model_tokens": 16_384,
+    "stop_token_ids": [STOP_TOKEN],
     "group_size": 8,
     "num_samples": 8,
-    "reward_min": 0.0,
-    "reward_max": 1.0,
-    "tokenizer_sha256": "t" * 64,
-    "chat_template_sha256": "c" * 64,
-    "engine": "engine-1",
-    "num_experts": None,
-    "num_routed_layers": None,
-    "num_experts_per_token": None,
 }
 
 
@@ -78,7 +71,8 @@ class RolloutTables:
 
 
 def zipf_ids(rng: np.random.Generator, count: int) -> np.ndarray:
-    return ((rng.zipf(1.2, count) - 1) % VOCAB_SIZE).astype(np.int32)
+    """Any token but the one that ends an action."""
+    return ((rng.zipf(1.2, count) - 1) % STOP_TOKEN).astype(np.int32)
 
 
 def make_batch(seed: int, shape: Shape = REFERENCE, *, first_group: int = 0) -> RolloutTables:
@@ -130,7 +124,7 @@ def _segments(rng: np.random.Generator, name: str, prompt: np.ndarray, shape: Sh
 
     add("prompt", 0, prompt)
     for turn in range(shape.num_turns):
-        add("action", turn, zipf_ids(rng, shape.sampled))
+        add("action", turn, np.append(zipf_ids(rng, shape.sampled - 1), np.int32(STOP_TOKEN)))
         if shape.observed:
             add("observation", turn, zipf_ids(rng, shape.observed))
     return rows
@@ -163,8 +157,8 @@ def _trajectory(name: str, group: int, sample: int, shape: Shape) -> dict:
             "top_p": 1.0,
             "top_k": 0,
             "min_p": 0.0,
-            "max_tokens": 200,
-            "seed": group * 1000 + sample,
+            "max_tokens": shape.sampled,
+            "seed": derive_seed(RUN_SEED, group, sample, 0, 0),
         },
         "logprobs_mode": "processed_logprobs",
         "renderer": "chat",
