@@ -97,6 +97,7 @@ def _scores(rng: np.random.Generator, actions: pa.Table, batch: int, admission: 
             "segment_index": actions["segment_index"],
             "old_logprobs": _lists(old, length),
             "own_version_logprobs": _lists(own, length, ~audited),
+            "reference_logprobs": pa.nulls(count),
             "entropies": _lists(rng.gamma(2, 0.3, len(rollout)).astype(np.float32), length),
             "correction_weights": _lists(weights, length),
             "included": _lists(np.ones(len(rollout), bool), length),
