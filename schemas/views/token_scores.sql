@@ -35,8 +35,9 @@ FROM (
         c.included, c.entropies,
         st.step, st.minibatch, st.num_minibatches, st.correction, st.w_cap,
         -- One unnest of the index, so that lists of unlike length cannot slide past each other; last,
-        -- so that what joins are segments and not tokens.
-        unnest(range(len(s.token_ids))) AS i
+        -- so that what joins are segments and not tokens. Gate 1 has seen one log-probability for each
+        -- token, and unlike token ids nearly every question reads them.
+        unnest(range(len(s.rollout_logprobs))) AS i
     FROM segments s
     JOIN scores c USING (run_id, trajectory_id, sequence_index, segment_index)
     JOIN step_trajectories st ON st.run_id = s.run_id AND st.admission = c.admission
