@@ -154,8 +154,15 @@ ON_DISK = (
     ),
 )
 
+# With k = 1 both batches' groups may end in one window.
+_ONLY_WINDOW = Call("row", "^rollouts_recorded", "before")
+
 AHEAD = tuple(
-    Point(f"k = 1: {point.name}", point.process, point.place)
+    Point(
+        f"k = 1: {point.name}",
+        point.process,
+        _ONLY_WINDOW if point.name == "before rollouts_recorded" else point.place,
+    )
     for point in ON_DISK
     if point.name
     in (
