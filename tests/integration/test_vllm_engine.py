@@ -15,7 +15,8 @@ from tasks.engines.canary import Canary
 from tasks.engines.fleet import Fleet
 from tasks.engines.probe import probe
 from tasks.engines.protocol import EngineLost, EngineTimeout, Request, Sampling
-from tasks.rollout import RolloutContext, _Recorder, _sample_turn
+from tasks.recorder import Recorder
+from tasks.rollout import RolloutContext, _sample_turn
 from tests.engine_models import VOCAB, prompts, recomputed_logprobs
 from tests.vllm_world import (
     CANARY,
@@ -123,7 +124,7 @@ def test_an_update_in_the_middle_of_eight_requests(url, versions, mode, prefix_c
         context = RolloutContext(
             fleet, environment=None, renderer=SimpleNamespace(stop_token_ids=()), run_seed=1
         )  # type: ignore[arg-type]
-        recorders = [_Recorder(f"t{index}") for index in range(8)]
+        recorders = [Recorder(f"t{index}") for index in range(8)]
 
         async def ask(index):
             recorders[index].context("prompt", 0, list(PROMPT))
