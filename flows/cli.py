@@ -13,7 +13,13 @@ from typing import Annotated, NoReturn
 import typer
 from rich.console import Console
 
-from flows import data_docs_command, decision_commands, interchange_commands, maintain_command
+from flows import (
+    data_docs_command,
+    decision_commands,
+    interchange_commands,
+    maintain_command,
+    replay_command,
+)
 from flows.cli_output import JsonOption, LakeOption, RunOption, emit, pick_run, print_rows
 
 app = typer.Typer(
@@ -274,7 +280,13 @@ def doctor(
         raise typer.Exit(1)
 
 
-for commands in (decision_commands, data_docs_command, interchange_commands, maintain_command):
+for commands in (
+    replay_command,
+    decision_commands,
+    data_docs_command,
+    interchange_commands,
+    maintain_command,
+):
     commands.register(app)
 app.add_typer(weights, name="weights")
 

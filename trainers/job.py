@@ -68,7 +68,10 @@ class Job:
         batch = training_batch(read_batch(self.lake, self.config.run.run_id, admission))
         score_s = 0.0
         if accepted:
-            scores = self._read_scores(batch, accepted)
+            scores = scores_from_table(
+                batch,
+                read_scores(self.lake, self.config.run.run_id, batch.admission, accepted),
+            )
         else:
             started = time.monotonic()
             scores = self._score(batch)
@@ -92,33 +95,11 @@ class Job:
         return True
 
     def _score(self, batch: TrainingBatch) -> Scores:
-        trainer = self.config.trainer
-        scores = score(
-            self.policy,
-            batch,
-            token_budget=trainer.token_budget,
-            audit_fraction=trainer.audit_fraction,
-            seed=self.config.run.seed,
-            reference_version=trainer.reference_version,
-            read_version=lambda version: read_anchor(
-                publication(self.config, self.follower.ledger, version)
-            ).items(),
-        )
+        scores = score_batch(self.policy, batch, self.config, self.follower.ledger)
         if dist.get_rank() == 0:
-            correction = correct(batch, scores, trainer)
+            correction = correct(batch, scores, self.config.trainer)
             self._append("scores", scores_table(batch, scores, correction))
         return scores
-
-    def _read_scores(self, batch: TrainingBatch, accepted: Entry) -> Scores:
-        """The scores that gate 2 accepted before this job started."""
-        rows = self.lake.read(
-            "scores",
-            run_id=self.config.run.run_id,
-            where="admission = ?",
-            params=[batch.admission],
-            write_ids=accepted.write_ids,
-        )
-        return scores_from_table(batch, rows)
 
     def _append(self, table: str, rows: pa.Table) -> None:
         self.lake.append(
@@ -131,10 +112,11 @@ class Job:
 
 
 def fetched(fetch: Callable[[], Path]) -> Path:
-    """A folder of the store on this machine. Called by every rank: the first one brings it."""
-    if dist.get_rank() == 0:
-        fetch()
-    dist.barrier()
+    """A folder of the store on this machine. Called by every rank: the first one brings it.
+
+    Raises on every rank what `fetch` raises on the first.
+    """
+    ranks.together(lambda: fetch() if dist.get_rank() == 0 else None)
     return fetch()
 
 
@@ -152,6 +134,47 @@ def publication(config: RunConfig, ledger: Ledger, version: int) -> Path:
     return fetched(partial(version_folder, open_store(config), entry.details["uri"]))
 
 
+def score_batch(policy: Policy, batch: TrainingBatch, config: RunConfig, ledger: Ledger) -> Scores:
+    """The batch scored by what `policy` holds, as the run has it."""
+    trainer = config.trainer
+    return score(
+        policy,
+        batch,
+        token_budget=trainer.token_budget,
+        audit_fraction=trainer.audit_fraction,
+        seed=config.run.seed,
+        reference_version=trainer.reference_version,
+        read_version=lambda version: read_anchor(publication(config, ledger, version)).items(),
+    )
+
+
+def read_scores(lake: Lake, run_id: str, admission: int, accepted: Entry) -> pa.Table:
+    """The rows of `scores` that gate 2 accepted."""
+    return lake.read(
+        "scores",
+        run_id=run_id,
+        where="admission = ?",
+        params=[admission],
+        write_ids=accepted.write_ids,
+    )
+
+
+def make_trainer(
+    config: RunConfig, initial: Path, device: torch.device
+) -> tuple[Policy, MasterAdamW]:
+    """The model of version 0's folder and its optimizer, values not loaded."""
+    trainer = config.trainer
+    policy = Policy(initial, getattr(torch, trainer.compute_dtype), device)
+    settings = AdamWSettings(
+        beta1=trainer.beta1,
+        beta2=trainer.beta2,
+        epsilon=trainer.epsilon,
+        weight_decay=trainer.weight_decay,
+        max_gradient_norm=trainer.max_gradient_norm,
+    )
+    return policy, MasterAdamW(policy, settings)
+
+
 def open_job(arguments: argparse.Namespace) -> tuple[Job, int]:
     """The job at the last trained batch, and that batch's number (0 before one)."""
     lake = Lake.open(arguments.lake)
@@ -162,18 +185,9 @@ def open_job(arguments: argparse.Namespace) -> tuple[Job, int]:
             f"{arguments.lake} has no run {arguments.run_id}; `rollhouse run RUN.toml` opens one."
         )
     config = parse_recorded_config(created.details["config"], "the ledger")
-    trainer = config.trainer
     device = ranks.start(arguments.threads)
     initial = publication(config, ledger, 0)
-    policy = Policy(initial, getattr(torch, trainer.compute_dtype), device)
-    settings = AdamWSettings(
-        beta1=trainer.beta1,
-        beta2=trainer.beta2,
-        epsilon=trainer.epsilon,
-        weight_decay=trainer.weight_decay,
-        max_gradient_norm=trainer.max_gradient_norm,
-    )
-    optimizer = MasterAdamW(policy, settings)
+    policy, optimizer = make_trainer(config, initial, device)
     trained = ledger.last("batch_trained")
     batch = 0
     if trained is None:

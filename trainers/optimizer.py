@@ -64,13 +64,17 @@ class MasterAdamW:
 
     @torch.no_grad()
     def load(self, values: Iterable[tuple[str, Tensor]], source: str) -> None:
-        """Masters from whole tensors, upcast; moments stay zero. Publishes them."""
+        """Masters from whole tensors, upcast; moments and steps begin at zero. Publishes them."""
         seen = []
         for name, value in values:
             seen.append(name)
             if name in self.masters:
                 self.masters[name].copy_(self.policy.local(name, value.float()))
         self.policy.check_names(seen, source)
+        for master in self.masters.values():
+            for moment in ("exp_avg", "exp_avg_sq"):
+                self.adamw.state[master][moment].zero_()
+        self.set_num_steps(0)
         self.publish()
 
     def publish(self) -> None:

@@ -10,9 +10,12 @@ import select
 import sys
 import threading
 from collections.abc import Callable
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
+
+T = TypeVar("T")
 
 CONTROLLER_GONE = 3
 """Exit code when standard input ends or the launcher is gone."""
@@ -54,6 +57,27 @@ def die_with_controller() -> None:
         os._exit(CONTROLLER_GONE)
 
     threading.Thread(target=watch, name="die-with-controller", daemon=True).start()
+
+
+def together(work: Callable[[], T]) -> T:
+    """What `work` returns on this rank, once it is done on all.
+
+    Raises what it raises; where it fails on other ranks alone, `RuntimeError`. So no rank goes on
+    to collectives that another one never joins.
+    """
+    failure: Exception | None = None
+    result: T | None = None
+    try:
+        result = work()
+    except Exception as error:
+        failure = error
+    num_failed = torch.tensor(int(failure is not None))
+    dist.all_reduce(num_failed)
+    if failure is not None:
+        raise failure
+    if num_failed:
+        raise RuntimeError("another rank could not do its part; its error is in the same log")
+    return cast("T", result)
 
 
 def agreed(values: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:

@@ -48,7 +48,7 @@ class TrainingBatch:
 
     `rewards` [B] f64, `group_ids` [B]; `sequence_trajectory` [number of sequences] and
     `action_sequence` [N] index trajectories and sequences; `rollout_logprobs` and `temperatures`
-    [N] f32, `truncation` [N].
+    [N] f32, `truncation` [N]; `rows` [B] are those of the `trajectories` table.
     """
 
     batch: int
@@ -63,6 +63,7 @@ class TrainingBatch:
     temperatures: Tensor
     truncation: Truncation
     segments: ActionSegments
+    rows: pa.Table
 
     @property
     def num_actions(self) -> int:
@@ -170,6 +171,7 @@ def training_batch(batch: Batch) -> TrainingBatch:
             kv_version_min=_integers(batch.segments, "kv_version_min")[is_action],
             starts=np.concatenate([[0], np.cumsum(lengths[is_action])]),
         ),
+        rows=batch.trajectories,
     )
 
 

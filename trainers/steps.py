@@ -5,6 +5,7 @@ reads its slice of them.
 """
 
 import time
+from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,11 @@ from tasks.weights.checkpoints import published_values
 from tasks.weights.hashing import root_hash_of_stream
 from trainers.advantages import ADVANTAGES, permuted_rewards
 from trainers.corrections import Correction
+from trainers.flops import ModelCost, model_cost, peak_flops
+from trainers.hardware import hardware, processor, software
 from trainers.losses import UNCLIPPED, ClipRange
 from trainers.optimizer import MasterAdamW
+from trainers.packing import num_forwarded
 from trainers.policy import Policy
 from trainers.scoring import Scores
 from trainers.sequences import Minibatch, TrainingBatch, lag_steps, minibatches
@@ -80,6 +84,10 @@ def train_batch(
     trainer = config.trainer
     data = token_data(batch, scores, correction, config)
     objective = objective_of(config)
+    cost = policy_cost(policy)
+    peak = None
+    if policy.device.type == "cuda":
+        peak = peak_flops(torch.cuda.get_device_name(policy.device), trainer.compute_dtype)
     rows = []
     for minibatch in minibatches(batch, config.batch.minibatches):
         started = time.monotonic()
@@ -92,18 +100,56 @@ def train_batch(
             trainer.token_budget,
         )
         norm = optimizer.step(trainer.learning_rate)
-        row = _row(batch, minibatch, scores, report, config)
+        train_s = time.monotonic() - started
+        lengths = map(num_forwarded, batch.sequences[minibatch.sequences])
+        flops = cost.step_flops(lengths, actions.stop - actions.start)
         rows.append(
-            row
+            _row(batch, minibatch, scores, report, config)
+            | _contents(batch, minibatch)
             | {
                 "step": optimizer.num_steps,
                 "gradient_norm": norm,
-                "train_s": time.monotonic() - started,
-                "hardware": _hardware(policy.device),
+                "train_s": train_s,
+                "model_flops": flops,
+                "mfu": peak and flops / (train_s * peak * dist.get_world_size()),
+                "hardware": hardware(policy.device),
+                "processor": processor(),
+                "software": software(),
                 "finished_at": datetime.now(UTC),
             }
         )
     return rows
+
+
+def policy_cost(policy: Policy) -> ModelCost:
+    """What forwarding the policy costs, from the whole parameters' shapes."""
+    shapes = {name: parameter.shape for name, parameter in policy.parameters.items()}
+    model = policy.model
+    # By module: FSDP puts another parameter in its place while a layer is whole.
+    places = {id(module): f"{name}.weight" for name, module in model.named_modules()}
+    embedding = places[id(model.get_input_embeddings())]
+    head = places[id(model.get_output_embeddings())]
+    return model_cost(shapes, embedding, head if head in shapes else embedding, model.config)
+
+
+def _contents(batch: TrainingBatch, minibatch: Minibatch) -> Row:
+    """What the minibatch is made of, counted."""
+    span = minibatch.trajectories
+    rows = batch.rows.slice(span.start, span.stop - span.start).to_pylist()
+    composition = Counter(
+        f"{name}/{row[name]}"
+        for row in rows
+        for name in ("environment", "finish_reason", "weight_version_min")
+    )
+    composition["groups"] = len({row["group_id"] for row in rows})
+    lengths = [len(s.token_ids) for s in batch.sequences[minibatch.sequences]]
+    by_size = Counter(length.bit_length() - 1 for length in lengths)
+    sampled = Counter(f"{row['engine']}, {row['logprobs_mode']}" for row in rows)
+    return {
+        "composition": sorted(composition.items()),
+        "sequence_lengths": [by_size[size] for size in range(max(by_size) + 1)],
+        "logprobs_from": sorted(sampled.items()),
+    }
 
 
 def _row(
@@ -124,7 +170,6 @@ def _row(
         "max_w": float(delta.max().double().exp()),
         "mean_lag_steps": float(lags.double().mean()),
         "stall_s": 0.0,
-        "mfu": None,
         "reward_mean": float(batch.rewards[minibatch.trajectories].mean()),
         "entropy_mean": float(scores.entropies[actions].double().mean()),
         "learning_rate": trainer.learning_rate,
@@ -159,13 +204,6 @@ def _metrics(
         "update/kl_k3": report.update_kl,
         "reward/zero_variance_group_frac": sum(constant) / len(constant),
     }
-
-
-def _hardware(device: torch.device) -> str:
-    count = dist.get_world_size()
-    if device.type == "cuda":
-        return f"{count} x {torch.cuda.get_device_name(device)}"
-    return f"{count * torch.get_num_threads()} CPU threads"
 
 
 def finished_rows(rows: list[Row], folder: Path, path: str, saving_since: float) -> pa.Table:

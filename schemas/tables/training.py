@@ -103,7 +103,18 @@ STEPS = Table(
             "Seconds the trainer waited for this batch; 0 after its first step.",
         ),
         optional(
-            "mfu", pa.float64(), "Model FLOPs over the devices' peak; NULL where no peak is known."
+            "mfu",
+            pa.float64(),
+            "model_flops over train_s times the devices' dense peak at compute_dtype, as the "
+            "vendor states it; NULL where no peak is known, as of CPUs.",
+        ),
+        optional(
+            "model_flops",
+            pa.float64(),
+            "FLOPs of the forward and backward passes that the loss needs, counted by the trainer "
+            "from parameter shapes and the lengths forwarded: 6 a weight and token, of experts "
+            "those that a token meets, of attention the causal pairs, of the head the positions "
+            "with a loss. NULL in rows older than the column.",
         ),
         required("reward_mean", pa.float64(), "Mean reward of the minibatch's trajectories."),
         required(
@@ -134,7 +145,37 @@ STEPS = Table(
             pa.float64(),
             "Seconds writing the checkpoint; 0 but on the batch's last step.",
         ),
+        optional(
+            "composition",
+            pa.map_(pa.string(), pa.int64()),
+            "Groups of the minibatch, and its trajectories by environment, finish_reason and "
+            "weight_version_min, as `name/value`. NULL in rows older than the column.",
+        ),
+        optional(
+            "sequence_lengths",
+            pa.list_(pa.int64()),
+            "Histogram of sequences by tokens: the entry at place i, from 0, counts those of 2^i "
+            "to 2^(i+1) - 1. NULL in rows older than the column.",
+        ),
+        optional(
+            "logprobs_from",
+            pa.map_(pa.string(), pa.int64()),
+            "How mu was obtained: trajectories by `engine, logprobs_mode`, whose rollout "
+            "log-probabilities the correction divides by. NULL in rows older than the column.",
+        ),
         required("hardware", pa.string(), "Device kind and count that did the work."),
+        optional(
+            "processor",
+            pa.string(),
+            "Processor of rank 0's machine, model and architecture; another one may round "
+            "otherwise. NULL in rows older than the column.",
+        ),
+        optional(
+            "software",
+            pa.string(),
+            "Versions of Python, torch, CUDA and transformers; others may round otherwise. NULL "
+            "in rows older than the column.",
+        ),
         required("num_ranks", pa.int32(), "Processes in the trainer job."),
         required("compute_dtype", pa.string(), "float32 or bfloat16; masters are always float32."),
         required("loss_name", pa.string(), "Surrogate that was used."),
@@ -152,7 +193,7 @@ STEPS = Table(
         required("finished_at", TIMESTAMP, "When the step ended."),
     ),
     sort_by=("step",),
-    dictionary=("hardware", "compute_dtype", "loss_name", "correction"),
+    dictionary=("hardware", "processor", "software", "compute_dtype", "loss_name", "correction"),
 )
 
 PUBLICATIONS = Table(

@@ -16,7 +16,7 @@ from tasks.storage.s3 import S3Storage
 from tasks.weights import checkpoints
 from tasks.weights.hashing import root_hash_of_stream
 from tasks.weights.store import BucketStore, DiskStore, RunStore
-from tasks.weights.versions import find_chain
+from tasks.weights.versions import verify
 
 
 def publication_faults(snapshot: Snapshot) -> Iterator[str]:
@@ -79,16 +79,13 @@ def weight_faults(store: Storage, snapshot: Snapshot) -> Iterator[str]:
     for entries in _by_anchor(snapshot):
         # An anchor in a bucket is copied once for all that is rebuilt from it.
         with _opened(run) as opened:
-            for entry in entries:
-                uri = entry["details"]["uri"]
+            found = verify(opened, [entry["details"]["uri"] for entry in entries])
+            for entry, held in zip(entries, found, strict=True):
                 place = f"row {entry['seq']} (version {entry['version']})"
-                try:
-                    root = root_hash_of_stream(find_chain(opened, uri).tensors())
-                except Exception as error:
-                    yield f"{place}: {_first_line(error)}"
-                    continue
-                if root != entry["root_hash"]:
-                    yield f"{place}: {uri} holds root hash {root}, not the ledger's"
+                if held.fault is not None:
+                    yield f"{place}: {held.fault}"
+                elif held.root_hash != entry["root_hash"]:
+                    yield f"{place}: {held.uri} holds root hash {held.root_hash}, not the ledger's"
 
 
 def _by_anchor(snapshot: Snapshot) -> list[list[Any]]:

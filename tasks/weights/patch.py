@@ -21,6 +21,7 @@ from blake3 import blake3
 from safetensors import SafetensorError, safe_open
 
 from tasks.durable import fsync_file
+from tasks.weights.anchors import iter_anchor
 from tasks.weights.folders import (
     MANIFEST,
     MODEL_FILE,
@@ -163,6 +164,15 @@ class Patch:
     def version(self) -> int:
         return self.manifest["version"]
 
+    def refuse_another_parent(self, place: Path, root: str) -> None:
+        """Raises `ValueError` unless it was made on the version with this root hash, at `place`."""
+        if self.manifest["parent_root_hash"] != root:
+            raise ValueError(
+                f"Refused to apply the patch at {self.folder} to {place}: it was made on version "
+                f"{self.version - 1} with root hash {self.manifest['parent_root_hash']}, and "
+                f"that folder holds {root}; restore the parent's folder from a backup."
+            )
+
     @cached_property
     def _entries(self) -> dict[str, tuple[dict[str, Any], int]]:
         """What the manifest says of each tensor, and where its payload begins."""
@@ -171,6 +181,11 @@ class Patch:
             entries[entry["name"]] = entry, offset
             offset += entry["bytes"]
         return entries
+
+    @property
+    def shapes(self) -> dict[str, list[int]]:
+        """The shape of each tensor of this version."""
+        return {name: entry["shape"] for name, (entry, _) in self._entries.items()}
 
     def apply(self, name: str, held: tuple[Bits, str] | None) -> tuple[Bits, str] | None:
         """A tensor of this version and its hash, made in place from the parent's.
@@ -219,12 +234,7 @@ def patched_tensors(base: Path, patches: Sequence[Patch]) -> Iterator[tuple[str,
     """
     place, root = base, read_manifest(base)["root_hash"]
     for patch in patches:
-        if patch.manifest["parent_root_hash"] != root:
-            raise ValueError(
-                f"Refused to apply the patch at {patch.folder} to {place}: it was made on version "
-                f"{patch.version - 1} with root hash {patch.manifest['parent_root_hash']}, and "
-                f"that folder holds {root}; restore the parent's folder from a backup."
-            )
+        patch.refuse_another_parent(place, root)
         place, root = patch.folder, patch.manifest["root_hash"]
     try:
         with safe_open(base / MODEL_FILE, framework="pt") as opened:
@@ -243,6 +253,48 @@ def patched_tensors(base: Path, patches: Sequence[Patch]) -> Iterator[tuple[str,
         raise refused(base, f"{MODEL_FILE} is missing") from error
     except SafetensorError as error:
         raise refused(base, f"{MODEL_FILE} is truncated or damaged ({error})") from error
+
+
+def roots_along(base: Path, patches: Sequence[Patch]) -> Iterator[str | ValueError]:
+    """The root hash of the anchor at `base`, then after each patch; from the first patch on that
+    cannot be applied, the reason. One pass, in which each tensor in turn takes every patch.
+
+    Raises `ValueError` if the anchor is damaged.
+    """
+    lines: list[list[str]] = [[] for _ in (base, *patches)]
+    shapes = [patch.shapes for patch in patches]
+    sound, fault = 0, None
+    place, root = base, read_manifest(base)["root_hash"]
+    try:
+        for patch in patches:
+            patch.refuse_another_parent(place, root)
+            place, root, sound = patch.folder, patch.manifest["root_hash"], sound + 1
+    except ValueError as error:
+        fault = error
+
+    def follow(name: str, held: tuple[Bits, str] | None) -> None:
+        nonlocal sound, fault
+        for number in range(sound):
+            try:
+                held = patches[number].apply(name, held)
+            except ValueError as error:
+                sound, fault = number, error
+                return
+            if held is not None:
+                lines[number + 1].append(hash_line(name, shapes[number][name], held[1]))
+
+    known = set()
+    for name, tensor in iter_anchor(base):
+        known.add(name)
+        bits = _bits(tensor).copy()
+        held = bits, bits_hash(bits)
+        lines[0].append(hash_line(name, tensor.shape, held[1]))
+        follow(name, held)
+    for name in dict.fromkeys(name for of_patch in shapes for name in of_patch):
+        if name not in known:
+            follow(name, None)
+    for number in range(len(lines)):
+        yield root_of_lines(lines[number]) if number <= sound or fault is None else fault
 
 
 def bits_hash(bits: Bits) -> str:

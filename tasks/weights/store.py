@@ -35,6 +35,10 @@ class RunStore(Protocol):
         """Whether anything is stored."""
         ...
 
+    def holds(self, relative: str, manifest: str) -> bool:
+        """Whether a folder is there with its manifest."""
+        ...
+
     def begin(self, relative: str) -> None:
         """Says that a folder is about to be built under `folder`."""
         ...
@@ -55,6 +59,9 @@ class DiskStore:
 
     def is_there(self) -> bool:
         return self.folder.is_dir()
+
+    def holds(self, relative: str, manifest: str) -> bool:
+        return (self.folder / relative / manifest).is_file()
 
     def begin(self, relative: str) -> None: ...
 
@@ -78,6 +85,9 @@ class BucketStore:
     def is_there(self) -> bool:
         return any(self.storage.walk())
 
+    def holds(self, relative: str, manifest: str) -> bool:
+        return self.storage.exists(f"{relative}/{manifest}")
+
     def begin(self, relative: str) -> None:
         # A cache may know a run of the same name that the bucket has forgotten.
         if not any(self.storage.walk(relative)):
@@ -91,7 +101,7 @@ class BucketStore:
 
     def get(self, relative: str, manifest: str) -> Path:
         target = self.folder / relative
-        if not self.storage.exists(f"{relative}/{manifest}"):
+        if not self.holds(relative, manifest):
             shutil.rmtree(target, ignore_errors=True)
             return target
         published = self.storage.read(f"{relative}/{manifest}")
@@ -125,3 +135,9 @@ def open_store(config: RunConfig) -> RunStore:
         return DiskStore(storage.root, cache)
     assert isinstance(storage, S3Storage)
     return BucketStore(storage, cache)
+
+
+def elsewhere(config: RunConfig, *, store: str, cache: str) -> RunConfig:
+    """The configuration of a run whose store is found, or whose cache is kept, somewhere else."""
+    run = config.run.model_copy(update={"store": store, "cache": cache})
+    return config.model_copy(update={"run": run})

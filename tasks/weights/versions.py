@@ -8,9 +8,10 @@ whenever no process of the run is alive.
 import fcntl
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from tasks.weights.folders import (
     refused,
     write_folder,
 )
-from tasks.weights.patch import Patch, patched_tensors
+from tasks.weights.patch import Patch, patched_tensors, roots_along
 from tasks.weights.safetensors_stream import write_safetensors
 from tasks.weights.store import RunStore
 
@@ -67,6 +68,72 @@ def find_chain(store: RunStore, uri: str, *, use_rebuilt: bool = False) -> Chain
             return Chain(rebuilt, tuple(reversed(patches)))
         patches.append(Patch.open(folder))
         uri = str(Path(uri).with_name(manifest["parent_folder"]))
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What a store holds as a version: the root hash that its values come to, or the fault that
+    keeps them from being read. `patches` lie between it and its anchor, None where that is not
+    known; `seconds` is its part of the pass."""
+
+    uri: str
+    patches: int | None
+    root_hash: str | None
+    fault: str | None
+    seconds: float
+
+
+def verify(store: RunStore, uris: Sequence[str]) -> Iterator[Verified]:
+    """Reads versions again, every value hashed, in memory and a tensor at a time.
+
+    Of versions that follow each other in `uris`, each a patch on the one before, the anchor is read
+    once and every patch applied once.
+    """
+    todo = list(uris)
+    while todo:
+        started = time.monotonic()
+        patches: int | None = None
+        try:
+            chain = find_chain(store, todo[0])
+            patches = len(chain.patches)
+            follow = tuple(_followers(store, todo))
+            roots = list(roots_along(chain.base, (*chain.patches, *follow)))[patches:]
+        except Exception as error:
+            # Whatever damaged bytes make a reader say, they are not what was published.
+            roots = [error]
+        taken, todo = todo[: len(roots)], todo[len(roots) :]
+        seconds = (time.monotonic() - started) / len(roots)
+        for number, (uri, root) in enumerate(zip(taken, roots, strict=True)):
+            known = None if patches is None else patches + number
+            if isinstance(root, str):
+                yield Verified(uri, known, root, None, seconds)
+            else:
+                fault = (str(root) or type(root).__name__).splitlines()[0]
+                yield Verified(uri, known, None, fault, seconds)
+
+
+def _followers(store: RunStore, uris: Sequence[str]) -> Iterator[Patch]:
+    """The patches after the first of `uris`, as long as each is whole and on the one before."""
+    for parent, uri in pairwise(uris):
+        try:
+            patch = Patch.open(store.get(uri, MANIFEST))
+        except (ValueError, OSError, KeyError):
+            return
+        if patch.manifest.get("parent_folder") != Path(parent).name:
+            return
+        yield patch
+
+
+def tensor_hashes(store: RunStore, uri: str) -> dict[str, str]:
+    """The hash of each tensor as the manifest of the version at `uri` has it.
+
+    Raises `ValueError` if the folder is missing, interrupted or damaged.
+    """
+    folder = store.get(uri, MANIFEST)
+    manifest = read_manifest(folder)
+    if manifest.get("kind") == "anchor":
+        return {name: entry["hash"] for name, entry in manifest["tensors"].items()}
+    return {entry["name"]: entry["hash"] for entry in Patch.open(folder).manifest["tensors"]}
 
 
 def version_folder(store: RunStore, uri: str) -> Path:

@@ -78,6 +78,28 @@ def test_steps_say_what_was_done(trained):
     assert scores.column("write_id")[0] != steps.column("write_id")[0]
 
 
+def test_steps_say_what_a_claim_about_them_needs(trained):
+    _, _, _, steps = trained
+    for row in steps.to_pylist():
+        assert dict(row["composition"]) == {
+            "environment/tiny": 8,
+            "finish_reason/stop": 8,
+            "weight_version_min/0": 8,
+            "groups": 2,
+        }
+        # Eight sequences of 14 tokens, between 8 and 15.
+        assert row["sequence_lengths"] == [0, 0, 0, 8]
+        assert row["logprobs_from"] == [("test, processed_logprobs", 8)]
+        assert row["hardware"] == "1 CPU threads"
+        assert f"torch {torch.__version__}" in row["software"] and row["processor"]
+        assert row["mfu"] is None
+        # 13 of 14 tokens are forwarded; 16 x 8 x 4 + 16 x 16 weights of attention a layer.
+        weights = 2 * (16 * 8 * 4 + 16 * 16 + 3 * 16 * 24)
+        pairs = 13 * 14 // 2
+        forward = 8 * (2 * weights * 13 + 2 * 32 * 16 * (FIRST + SECOND) + 4 * 2 * 8 * 2 * pairs)
+        assert row["model_flops"] == 3 * forward
+
+
 def test_checkpoint_publishes_what_the_steps_row_says(trained):
     world, _, _, steps = trained
     last = steps.to_pylist()[-1]

@@ -41,6 +41,7 @@ def test_help_answers_in_under_half_a_second():
         (["trajectory", "--lake", "absent"], "No lake at"),
         (["describe", "nothing"], "no table or view nothing"),
         (["maintain", "--lake", "absent"], "No lake at"),
+        (["replay", "--lake", "absent"], "No lake at"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_2(arguments: list[str], sentence: str):

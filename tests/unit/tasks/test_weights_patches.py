@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +29,7 @@ from tasks.weights.hashing import (
 )
 from tasks.weights.patch import Patch, bits_hash, patched_tensors, write_patch
 from tasks.weights.store import DiskStore
-from tasks.weights.versions import drop_rebuilt, export, find_chain, version_folder
+from tasks.weights.versions import drop_rebuilt, export, find_chain, verify, version_folder
 
 torch.set_num_threads(1)
 
@@ -326,6 +328,64 @@ def test_a_chain_with_a_hole_is_refused(world: World):
     shutil.rmtree(world.folder(1))
     with pytest.raises(ValueError, match=r"v00000001-000001: it has no manifest"):
         find_chain(world.store, world.uri(2))
+
+
+def test_a_sweep_verifies_every_version_in_one_pass(world: World, monkeypatch: pytest.MonkeyPatch):
+    for seed in (2, 3):
+        world.publish(trained(world.models[-1], seed))
+    world.publish(trained(world.models[-1], 4), anchor=True)
+    world.publish(trained(world.models[-1], 5))
+    applied = []
+    apply = Patch.apply
+
+    def counted(patch: Patch, *arguments: Any) -> Any:
+        applied.append(patch.version)
+        return apply(patch, *arguments)
+
+    monkeypatch.setattr(Patch, "apply", counted)
+    uris = [world.uri(version) for version in range(6)]
+    found = list(verify(world.store, uris))
+    assert [held.root_hash for held in found] == [root_hash(model) for model in world.models]
+    assert [(held.uri, held.patches) for held in found] == list(
+        zip(uris, [0, 1, 2, 3, 0, 1], strict=True)
+    )
+    assert sorted(applied) == sorted([1, 2, 3, 5] * 3), "each patch once for each of 3 tensors"
+    (alone,) = verify(world.store, uris[2:3])
+    assert (alone.patches, alone.root_hash) == (2, found[2].root_hash)
+    # In another order each stands for itself.
+    assert [held.root_hash for held in verify(world.store, uris[2:0:-1])] == [
+        found[2].root_hash,
+        found[1].root_hash,
+    ]
+
+
+def as_text(manifest: dict[str, Any]) -> str:
+    return json.dumps(manifest, indent=1, sort_keys=True) + "\n"
+
+
+@pytest.mark.parametrize("damage", ["data", "payload", "anchor"])
+def test_a_sweep_says_what_is_damaged_and_goes_on(world: World, damage: str):
+    for seed in (2, 3):
+        world.publish(trained(world.models[-1], seed))
+    world.publish(trained(world.models[-1], 4), anchor=True)
+    file = world.folder(2) / PATCH_FILE
+    fault, first = "model.patch is not the file that was published", 2
+    if damage == "anchor":
+        file, fault, first = world.folder(0) / MODEL_FILE, "does not have the hash", 0
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    if damage == "payload":
+        # As if a publisher had written and sealed what does not come to the version.
+        manifest = json.loads((world.folder(2) / MANIFEST).read_text())
+        del manifest["manifest_hash"]
+        manifest["files"][PATCH_FILE]["hash"] = blake3(data).hexdigest()
+        manifest["manifest_hash"] = blake3(as_text(manifest).encode()).hexdigest()
+        (world.folder(2) / MANIFEST).write_text(as_text(manifest))
+        fault = "cannot be decoded|does not come to the hash"
+    found = list(verify(world.store, [world.uri(version) for version in range(5)]))
+    assert [held.fault is None for held in found] == [v < first or v == 4 for v in range(5)]
+    assert all(re.search(fault, str(held.fault)) for held in found[first:4])
 
 
 def test_old_rebuilt_folders_are_dropped_and_made_again(world: World):
