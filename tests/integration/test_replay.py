@@ -15,6 +15,7 @@ import pytest
 from blake3 import blake3
 
 from tasks.lake.lake import Lake
+from tasks.query import connect
 from tasks.replay import replay
 from tests.tiny_run import REPOSITORY, ROLLHOUSE, RUN_ID, TinyRun
 
@@ -101,11 +102,21 @@ def test_a_checkpoint_that_is_gone_is_come_to_again(copy: Path, gone: tuple[int,
 def rewrite(
     root: Path, table: str, batch: int, column: str, change: Callable[[np.ndarray], object]
 ) -> str:
-    """Changes one list of one row in a Parquet file of the lake: that of the batch's trajectory
-    with the least id, which is returned. The list is the first of its trajectory that is there."""
+    """Changes one list of one row in a Parquet file of the lake: the first of the batch's first
+    trajectory that has a gradient, its group's rewards being different. Returns the trajectory."""
     lake = Lake.open(root / "lake")
-    ids = lake.read("batches", run_id=RUN_ID, where="batch = ?", params=[batch])
-    name = min(ids.column("trajectory_id").to_pylist())
+    (name, position) = (
+        connect(lake)
+        .execute(
+            "SELECT trajectory_id, batch_position FROM batches JOIN trajectories"
+            " USING (run_id, trajectory_id) WHERE batch = ?"
+            " QUALIFY min(reward) OVER (PARTITION BY group_id) < max(reward) OVER (PARTITION BY"
+            " group_id) ORDER BY batch_position LIMIT 1",
+            [batch],
+        )
+        .fetchall()[0]
+    )
+    assert position < 16, "it is in the first minibatch"
     for path in lake.files(table, run_id=RUN_ID):
         rows = pq.ParquetFile(path).read()
         lists = rows.column(column).to_pylist()
