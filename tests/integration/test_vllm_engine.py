@@ -124,14 +124,15 @@ def test_an_update_in_the_middle_of_eight_requests(url, versions, mode, prefix_c
         context = RolloutContext(
             fleet, environment=None, renderer=SimpleNamespace(stop_token_ids=()), run_seed=1
         )  # type: ignore[arg-type]
-        recorders = [Recorder(f"t{index}") for index in range(8)]
+        recorders: dict[int, Recorder] = {}
 
         async def ask(index):
-            recorders[index].context("prompt", 0, list(PROMPT))
-            return await _sample_turn(context, recorders[index], section, (0, index, 0))
+            recorder = recorders[index] = Recorder(f"t{index}")
+            recorder.context("prompt", 0, list(PROMPT))
+            return await _sample_turn(context, recorder, section, (0, index, 0))
 
         attestation, turns = await update_in_flight(engine, ask, new, mode)
-        return attestation, turns, recorders
+        return attestation, turns, [recorders[index] for index in range(8)]
 
     attestation, turns, recorders = with_engine(url, versions, work, prefix_cache=prefix_cache)
     assert attestation.ok, attestation.reason
