@@ -34,6 +34,7 @@ from tasks.weights.store import elsewhere, open_store
 from tasks.weights.versions import find_chain, tensor_hashes
 from trainers import checkpoint, ranks
 from trainers.comparison import score_differences, step_differences, tensor_difference
+from trainers.corrections import Correction
 from trainers.hardware import cpu_threads
 from trainers.job import fetched, make_trainer, publication, score_batch
 from trainers.optimizer import MasterAdamW
@@ -135,7 +136,8 @@ class Replay:
     def _train_again(self, number: int) -> None:
         """A batch on the way to one that is asked for."""
         try:
-            self._train(self._read(number))
+            recorded = self._read(number)
+            self._train(recorded, self._correct(recorded))
         except NotReplayed as error:
             raise NotReplayed(f"batch {number}, on the way to it: {error}") from error
         self.at, self.exact = number, False
@@ -147,10 +149,12 @@ class Replay:
         except ValueError as error:
             raise NotReplayed(str(error)) from error
 
-    def _train(self, recorded: Recorded) -> list[Row]:
+    def _correct(self, recorded: Recorded) -> Correction:
+        return correct(recorded.batch, recorded.scores, self.config.trainer)
+
+    def _train(self, recorded: Recorded, correction: Correction) -> list[Row]:
         """The batch's steps, taken with the recorded scores."""
         batch, scores = recorded.batch, recorded.scores
-        correction = correct(batch, scores, self.config.trainer)
         try:
             return train_batch(self.policy, self.optimizer, batch, scores, correction, self.config)
         except ValueError as error:
@@ -160,9 +164,8 @@ class Replay:
         recorded, origin = self._read(number), self.origin
         before = dict(self.policy.local_values())
         scores = self._score(recorded)
-        rows = self._train(recorded)
-        batch = recorded.batch
-        correction = correct(batch, recorded.scores, self.config.trainer)
+        batch, correction = recorded.batch, self._correct(recorded)
+        rows = self._train(recorded, correction)
         table = scores_table(batch, scores, correction)
         steps = [
             {

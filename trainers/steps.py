@@ -32,6 +32,9 @@ from trainers.update import GradientReport, Objective, TokenData, accumulate_gra
 
 Row = dict[str, Any]
 
+COMPOSED_OF = ("environment", "finish_reason", "weight_version_min")
+"""Columns of `trajectories` whose values `composition` counts."""
+
 
 def token_data(
     batch: TrainingBatch, scores: Scores, correction: Correction, config: RunConfig
@@ -135,12 +138,10 @@ def policy_cost(policy: Policy) -> ModelCost:
 def _contents(batch: TrainingBatch, minibatch: Minibatch) -> Row:
     """What the minibatch is made of, counted."""
     span = minibatch.trajectories
-    rows = batch.rows.slice(span.start, span.stop - span.start).to_pylist()
-    composition = Counter(
-        f"{name}/{row[name]}"
-        for row in rows
-        for name in ("environment", "finish_reason", "weight_version_min")
-    )
+    # Not all columns: the conversations are most of a row.
+    columns = [*COMPOSED_OF, "group_id", "engine", "logprobs_mode"]
+    rows = batch.rows.select(columns).slice(span.start, span.stop - span.start).to_pylist()
+    composition = Counter(f"{name}/{row[name]}" for row in rows for name in COMPOSED_OF)
     composition["groups"] = len({row["group_id"] for row in rows})
     lengths = [len(s.token_ids) for s in batch.sequences[minibatch.sequences]]
     by_size = Counter(length.bit_length() - 1 for length in lengths)
