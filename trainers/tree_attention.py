@@ -65,15 +65,18 @@ def _cuda_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float):
 def _cuda_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, causal, scale
 ):
-    # The kernel reads rows in blocks of 32; exp(s - inf) = 0 in those that are not there.
+    # The kernel reads rows in blocks of 32; exp(s - inf) = 0 in those that are not there. Of its
+    # two operators only this one can be called without a bias; it wants tokens before heads.
     rows = functional.pad(log_sum, (0, -log_sum.shape[-1] % 32), value=torch.inf)
     no_seed = torch.zeros((), dtype=torch.int64, device=q.device)
-    grads = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-        *(grad, q, k, v, None, out, rows, no_seed, no_seed, 0.0),
-        *([True, True, True, False], causal),
+    grad, q, k, v, out = (tensor.transpose(1, 2) for tensor in (grad, q, k, v, out))
+    from_top_left = 1 if causal else 0
+    of_q, of_k, of_v, _ = torch.ops.aten._efficient_attention_backward(
+        *(grad, q, k, v, None, out, None, None, q.shape[1], k.shape[1], rows),
+        *(0.0, no_seed, no_seed, from_top_left, False),
         scale=scale,
     )
-    return grads[:3]
+    return of_q.transpose(1, 2), of_k.transpose(1, 2), of_v.transpose(1, 2)
 
 
 KERNELS = {
