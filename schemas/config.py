@@ -213,7 +213,7 @@ class TrainerSection(Section):
     """Threads over all ranks."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     token_budget: Positive = 1024
-    """Tokens a packed microbatch holds at most."""
+    """Tokens a packed microbatch holds at most, prefixes that its sequences share once."""
     learning_rate: Annotated[float, Field(gt=0)]
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95

@@ -1,4 +1,4 @@
-"""Model FLOPs of an optimizer step, counted from parameter shapes and the lengths forwarded.
+"""Model FLOPs of an optimizer step, counted from parameter shapes and what is forwarded.
 
 A matrix of n weights costs 2 n FLOPs a token, a query that attends to a key 4 x heads x head size
 in a layer (two products of 2 FLOPs a value), and a backward pass twice its forward pass (Chowdhery
@@ -7,11 +7,13 @@ what the loss needs: causal attention by its pairs, the head at positions that p
 token, no recomputation, no optimizer, neither norms nor activations.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from transformers import PretrainedConfig
+
+from trainers.packing import Forwarded
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """What model configurations call the number of experts of a routed layer."""
@@ -39,38 +41,23 @@ def peak_flops(device_name: str, compute_dtype: str) -> float | None:
 
 @dataclass(frozen=True)
 class ModelCost:
-    """Weights that each forwarded token is multiplied by, those of the head, FLOPs of a query and a
-    key over all layers that see the whole sequence, and of those that see a window of it."""
+    """Weights that each forwarded token is multiplied by, those of the head, and FLOPs of a query
+    and a key over all layers."""
 
     weights: float
     head_weights: int
     flops_of_pair: int
-    flops_of_windowed_pair: int
-    window: int
 
-    def forward_flops(self, lengths: Iterable[int], num_loss_tokens: int) -> float:
-        """`lengths`: tokens forwarded of each sequence."""
-        num_tokens = pairs = windowed = 0
-        for length in lengths:
-            num_tokens += length
-            pairs += attended_pairs(length, length)
-            windowed += attended_pairs(length, self.window)
+    def forward_flops(self, forwarded: Forwarded) -> float:
         return (
-            2 * self.weights * num_tokens
-            + 2 * self.head_weights * num_loss_tokens
-            + self.flops_of_pair * pairs
-            + self.flops_of_windowed_pair * windowed
+            2 * self.weights * forwarded.num_tokens
+            + 2 * self.head_weights * forwarded.num_positions
+            + self.flops_of_pair * forwarded.num_pairs
         )
 
-    def step_flops(self, lengths: Iterable[int], num_loss_tokens: int) -> float:
+    def step_flops(self, forwarded: Forwarded) -> float:
         """Forward and backward."""
-        return 3 * self.forward_flops(lengths, num_loss_tokens)
-
-
-def attended_pairs(length: int, window: int) -> int:
-    """Pairs of a query and a key at or before it, at most `window` keys a query."""
-    seen = min(length, window)
-    return seen * (seen + 1) // 2 + (length - seen) * seen
+        return 3 * self.forward_flops(forwarded)
 
 
 def model_cost(
@@ -92,12 +79,4 @@ def model_cost(
         weights += share * sizes[name]
     heads = text.num_attention_heads
     head_size = getattr(text, "head_dim", None) or text.hidden_size // heads
-    kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
-    per_layer = 4 * heads * head_size
-    return ModelCost(
-        weights=weights,
-        head_weights=sizes[head],
-        flops_of_pair=per_layer * kinds.count("full_attention"),
-        flops_of_windowed_pair=per_layer * kinds.count("sliding_attention"),
-        window=getattr(text, "sliding_window", None) or 0,
-    )
+    return ModelCost(weights, sizes[head], 4 * heads * head_size * text.num_hidden_layers)

@@ -1,22 +1,26 @@
 """Sequences packed into microbatches of one row each, by token budget.
 
-Packing spends no token on padding and needs no attention across sequences: an explicit
-block-diagonal causal mask [T, T] says so for any attention backend. Its cost is T^2 booleans and
-masked-out attention products, so a budget far above the sequence length wastes both; the matrix
-products do not care.
+A row spends no token on padding and stores every prefix that its sequences share once: the prompt
+of a group, the earlier turns that later contexts of a trajectory repeat. A token attends to the
+tokens before it in its own sequences and to no others (`trainers.prefixes`), so its log-probability
+is that of its sequence alone. The budget counts tokens of a row.
 
 Only what a loss needs is forwarded: a sequence ends before its last action token (which is
-predicted, never read), and the LM head runs at the positions that predict an action token.
+predicted, never read), and the LM head runs once at each position that predicts an action token,
+however many sequences go on from there.
 
-Shapes: S = tokens of a sequence, T = tokens of a microbatch, K = action tokens of a microbatch,
-N = action tokens of all sequences handed to `pack`, in order.
+Shapes: S = tokens of a sequence, T = tokens of a microbatch, U = its positions that predict,
+K = its action tokens, N = action tokens of all sequences handed to `pack`, in order.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
+
+from trainers.prefixes import Span, TreeAttention, lay_out, prefix_order, split_tree
 
 
 @dataclass(frozen=True)
@@ -35,26 +39,23 @@ class TrainingSequence:
 class Microbatch:
     """One packed row.
 
-    `input_ids`, `position_ids` [1, T]; `block_ids` [T], which sequence a token belongs to;
-    `logit_index` [K], positions whose logits predict an action token; `target_ids` [K], that
-    token; `action_index` [K], its place among the N action tokens.
+    `input_ids`, `position_ids` [1, T]; `tree`, which tokens a token attends to; `logit_index` [U],
+    positions whose logits predict action tokens, ascending. Of each action token: `logit_row` [K],
+    the entry of `logit_index` that predicts it; `target_ids` [K], the token; `action_index` [K],
+    its place among the N action tokens.
     """
 
     input_ids: Tensor
     position_ids: Tensor
-    block_ids: Tensor
+    tree: TreeAttention
     logit_index: Tensor
+    logit_row: Tensor
     target_ids: Tensor
     action_index: Tensor
 
     @property
     def num_tokens(self) -> int:
         return self.input_ids.shape[1]
-
-    def attention_mask(self) -> Tensor:
-        """[1, 1, T, T] bool, True where a query (row) may attend to a key (column)."""
-        same = self.block_ids[:, None] == self.block_ids[None, :]
-        return same.tril()[None, None]
 
 
 def num_forwarded(sequence: TrainingSequence) -> int:
@@ -63,46 +64,53 @@ def num_forwarded(sequence: TrainingSequence) -> int:
     return int(actions[-1]) if len(actions) else 0
 
 
-def first_fit_decreasing(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Bins of indices whose lengths sum to at most `budget`; a longer item has a bin of its own.
+@dataclass(frozen=True)
+class Forwarded:
+    """What packed rows compute: tokens, pairs of a query and a key that it reads, and positions
+    that the LM head runs at."""
 
-    Longest first, each into the first bin with room, ties by index: deterministic, and at most
-    11/9 of the fewest bins plus one.
-    """
-    order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
-    bins: list[list[int]] = []
-    room: list[int] = []
-    for index in order:
-        length = lengths[index]
-        for number, free in enumerate(room):
-            if length <= free:
-                bins[number].append(index)
-                room[number] -= length
-                break
-        else:
-            bins.append([index])
-            room.append(budget - length)
-    return bins
+    num_tokens: int
+    num_pairs: int
+    num_positions: int
 
 
-def _microbatch(members: list[tuple[TrainingSequence, int, int]]) -> Microbatch:
-    """`members`: (sequence, tokens to forward, number of its first action token)."""
-    inputs, positions, blocks, logit_index, targets, action_index = [], [], [], [], [], []
-    start = 0
-    for block, (sequence, length, first_action) in enumerate(members):
-        actions = sequence.action_mask.nonzero().flatten()
-        inputs.append(sequence.token_ids[:length])
-        positions.append(torch.arange(length))
-        blocks.append(torch.full((length,), block))
-        logit_index.append(actions - 1 + start)
-        targets.append(sequence.token_ids[actions])
-        action_index.append(torch.arange(len(actions)) + first_action)
-        start += length
+def forwarded(microbatches: Sequence[Microbatch]) -> Forwarded:
+    return Forwarded(
+        sum(microbatch.num_tokens for microbatch in microbatches),
+        sum(microbatch.tree.num_pairs for microbatch in microbatches),
+        sum(len(microbatch.logit_index) for microbatch in microbatches),
+    )
+
+
+@dataclass(frozen=True)
+class _Member:
+    """A sequence, its `read` tokens [S] that are forwarded, and the number of its first action."""
+
+    sequence: TrainingSequence
+    read: Tensor
+    first_action: int
+
+
+def _microbatch(members: list[_Member], shared: list[int]) -> Microbatch:
+    """Members in the order of their prefixes, and what each shares with the one before."""
+    places, tree = lay_out([len(member.read) for member in members], shared)
+    total = tree.runs[-1].stop
+    input_ids, position_ids = torch.zeros(2, total, dtype=torch.int64)
+    predicting, targets, action_index = [], [], []
+    for member, place in zip(members, places, strict=True):
+        input_ids[place] = member.read
+        position_ids[place] = torch.arange(len(place))
+        actions = member.sequence.action_mask.nonzero().flatten()
+        predicting.append(place[actions - 1])
+        targets.append(member.sequence.token_ids[actions])
+        action_index.append(torch.arange(len(actions)) + member.first_action)
+    logit_index, logit_row = torch.cat(predicting).unique(return_inverse=True)
     return Microbatch(
-        input_ids=torch.cat(inputs)[None],
-        position_ids=torch.cat(positions)[None],
-        block_ids=torch.cat(blocks),
-        logit_index=torch.cat(logit_index),
+        input_ids=input_ids[None],
+        position_ids=position_ids[None],
+        tree=tree,
+        logit_index=logit_index,
+        logit_row=logit_row,
         target_ids=torch.cat(targets),
         action_index=torch.cat(action_index),
     )
@@ -110,16 +118,19 @@ def _microbatch(members: list[tuple[TrainingSequence, int, int]]) -> Microbatch:
 
 def pack(sequences: Sequence[TrainingSequence], token_budget: int) -> list[Microbatch]:
     """Every action token of `sequences` in exactly one microbatch."""
-    first_action, total = [], 0
+    members, total = [], 0
     for sequence in sequences:
-        first_action.append(total)
+        if length := num_forwarded(sequence):
+            members.append(_Member(sequence, sequence.token_ids[:length], total))
         total += int(sequence.action_mask.sum())
-    lengths = [num_forwarded(sequence) for sequence in sequences]
-    members = [
-        member for member in zip(sequences, lengths, first_action, strict=True) if member[1] > 0
-    ]
-    bins = first_fit_decreasing([length for _, length, _ in members], token_budget)
-    return [_microbatch([members[index] for index in chosen]) for chosen in bins]
+    order, shared = prefix_order([member.read for member in members])
+    members = [members[index] for index in order]
+    microbatches = []
+    for places in split_tree([len(member.read) for member in members], shared, token_budget):
+        # What two sequences share is the least that neighbours between them share.
+        of_bin = [min(shared[a + 1 : b + 1]) for a, b in pairwise(places)]
+        microbatches.append(_microbatch([members[place] for place in places], [0, *of_bin]))
+    return microbatches
 
 
 def assign(microbatches: Sequence[Microbatch], num_ranks: int) -> list[list[Microbatch | None]]:
@@ -141,8 +152,9 @@ def empty_microbatch() -> Microbatch:
     return Microbatch(
         input_ids=zero,
         position_ids=zero,
-        block_ids=zero[0],
+        tree=TreeAttention((Span(0, 1),), ()),
         logit_index=none,
+        logit_row=none,
         target_ids=none,
         action_index=none,
     )

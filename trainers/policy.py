@@ -22,19 +22,25 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from trainers import tree_attention
 from trainers.packing import Microbatch
 from trainers.truncation import Truncation, truncate
 
 
 def build_model(folder: Path, device: torch.device) -> PreTrainedModel:
-    """The architecture of a Hugging Face folder, in float32, weights not loaded."""
+    """The architecture of a Hugging Face folder, in float32, weights not loaded.
+
+    Raises:
+        ValueError: no model folder, or a model whose attention prefixes cannot share.
+    """
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} has no config.json; give a Hugging Face model folder.")
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     with device:
         model = AutoModelForCausalLM.from_config(
-            config, attn_implementation="sdpa", dtype=torch.float32
+            config, attn_implementation=tree_attention.NAME, dtype=torch.float32
         )
+    tree_attention.check_attention(model.config, model._supports_attention_backend)
     return model.eval()
 
 
@@ -116,11 +122,13 @@ class Policy:
         output = self.model(
             input_ids=microbatch.input_ids.to(self.device),
             position_ids=microbatch.position_ids.to(self.device),
-            attention_mask=microbatch.attention_mask().to(self.device),
+            tree=microbatch.tree,
             logits_to_keep=microbatch.logit_index.to(self.device),
             use_cache=False,
         )
-        scaled = output.logits[0].float() / temperatures.to(self.device)[:, None]
+        # Not by index: its gradient adds up what shares a row in any order on a CPU.
+        of_tokens = output.logits[0].index_select(0, microbatch.logit_row.to(self.device))
+        scaled = of_tokens.float().div_(temperatures.to(self.device)[:, None])
         return scaled if truncation is None else truncate(scaled, microbatch.target_ids, truncation)
 
     def logprobs(

@@ -24,7 +24,6 @@ from trainers.flops import ModelCost, model_cost, peak_flops
 from trainers.hardware import hardware, processor, software
 from trainers.losses import UNCLIPPED, ClipRange
 from trainers.optimizer import MasterAdamW
-from trainers.packing import num_forwarded
 from trainers.policy import Policy
 from trainers.scoring import Scores
 from trainers.sequences import Minibatch, TrainingBatch, lag_steps, minibatches
@@ -104,8 +103,7 @@ def train_batch(
         )
         norm = optimizer.step(trainer.learning_rate)
         train_s = time.monotonic() - started
-        lengths = map(num_forwarded, batch.sequences[minibatch.sequences])
-        flops = cost.step_flops(lengths, actions.stop - actions.start)
+        flops = cost.step_flops(report.forwarded)
         rows.append(
             _row(batch, minibatch, scores, report, config)
             | _contents(batch, minibatch)

@@ -16,7 +16,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainers.losses import KL_ESTIMATORS, LOSSES, ClipRange
-from trainers.packing import TrainingSequence, assign, empty_microbatch, num_forwarded, pack
+from trainers.packing import (
+    Forwarded,
+    TrainingSequence,
+    assign,
+    empty_microbatch,
+    forwarded,
+    num_forwarded,
+    pack,
+)
 from trainers.policy import Policy, entropy, select
 from trainers.reductions import REDUCTIONS, reduce_loss
 from trainers.truncation import Truncation
@@ -73,13 +81,15 @@ class TokenData:
 class GradientReport:
     """Over all ranks. `loss` is what was minimised; `clip_frac` the share of action tokens at which
     the clip decided the gradient; `update_kl` the mean of r - 1 - log r, r = pi_theta / pi_old;
-    `reference_kl` the same of pi_ref / pi_theta, None without a reference."""
+    `reference_kl` the same of pi_ref / pi_theta, None without a reference. `num_tokens` counts a
+    token for each sequence that reads it, `forwarded` what was computed."""
 
     loss: float
     clip_frac: float
     update_kl: float
     reference_kl: float | None
     num_tokens: int
+    forwarded: Forwarded
 
 
 def accumulate_gradients(
@@ -100,7 +110,8 @@ def accumulate_gradients(
     reduction = REDUCTIONS[objective.reduction]
     shares, denominator = reduction(data.sequence_ids, data.group_ids, objective.constant)
     totals = torch.zeros(4, dtype=torch.float64, device=policy.device)
-    share = assign(pack(sequences, token_budget), dist.get_world_size())[dist.get_rank()]
+    microbatches = pack(sequences, token_budget)
+    share = assign(microbatches, dist.get_world_size())[dist.get_rank()]
     for microbatch in share:
         microbatch = microbatch or empty_microbatch()
         index = microbatch.action_index
@@ -139,6 +150,7 @@ def accumulate_gradients(
         update_kl=update_kl,
         reference_kl=None if data.reference_logprobs is None else reference_kl,
         num_tokens=sum(num_forwarded(sequence) for sequence in sequences),
+        forwarded=forwarded(microbatches),
     )
 
 

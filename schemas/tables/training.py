@@ -112,9 +112,9 @@ STEPS = Table(
             "model_flops",
             pa.float64(),
             "FLOPs of the forward and backward passes that the loss needs, counted by the trainer "
-            "from parameter shapes and the lengths forwarded: 6 a weight and token, of experts "
-            "those that a token meets, of attention the causal pairs, of the head the positions "
-            "with a loss. NULL in rows older than the column.",
+            "from parameter shapes and what is forwarded, shared prefixes once: 6 a weight and "
+            "token, of experts those that a token meets, of attention the causal pairs, of the "
+            "head the positions with a loss. NULL in rows older than the column.",
         ),
         required("reward_mean", pa.float64(), "Mean reward of the minibatch's trajectories."),
         required(

@@ -30,14 +30,17 @@ TOKEN_BUDGET = 40
 
 
 def data():
-    """21 sequences of two turns each; per-token values of their action tokens."""
+    """21 sequences of two turns each, of which three share five tokens, two of them actions;
+    per-token values of their action tokens."""
     generator = torch.Generator().manual_seed(11)
+    starts = torch.randint(0, 32, (7, 5), generator=generator)
     sequences = []
-    for _ in range(21):
+    for number in range(21):
         length = int(torch.randint(8, 24, (), generator=generator))
         mask = torch.zeros(length, dtype=torch.bool)
         mask[3:5] = mask[7:] = True
         ids = torch.randint(0, 32, (length,), generator=generator)
+        ids[:5] = starts[number // 3]
         sequences.append(TrainingSequence(ids, mask))
     count = sum(int(sequence.action_mask.sum()) for sequence in sequences)
     advantages = torch.randn(count, generator=generator)

@@ -1,4 +1,4 @@
-"""One rank and two ranks compute the same update, and read each other's checkpoints."""
+"""One, two and four ranks compute the same update, and read each other's checkpoints."""
 
 import os
 import subprocess
@@ -40,7 +40,7 @@ def _work(policy: Path, root: Path, *asked: tuple[int, str, Path | None]) -> lis
 def worked(tmp_path_factory):
     root = tmp_path_factory.mktemp("ranks")
     policy = write_policy(root / "policy")
-    return root, policy, *_work(policy, root, (1, "one", None), (2, "two", None))
+    return root, policy, *_work(policy, root, *[(n, f"ranks-{n}", None) for n in (1, 2, 4)])
 
 
 def _largest_difference(one, two, prefix):
@@ -50,31 +50,33 @@ def _largest_difference(one, two, prefix):
 
 
 def test_gradients_agree(worked):
-    _, _, one, two = worked
-    assert one.keys() == two.keys()
-    assert _largest_difference(one, two, "gradient.") <= 1e-5
-    assert _largest_difference(one, two, "by_sequence.") <= 1e-5
-    assert _largest_difference(one, two, "norm.") <= 1e-5
-    assert _largest_difference(one, two, "old") <= 1e-6
+    _, _, one, *others = worked
+    for other in others:
+        assert one.keys() == other.keys()
+        assert _largest_difference(one, other, "gradient.") <= 1e-5
+        assert _largest_difference(one, other, "by_sequence.") <= 1e-5
+        assert _largest_difference(one, other, "norm.") <= 1e-5
+        assert _largest_difference(one, other, "old") <= 1e-6
 
 
 def test_parameters_agree_after_three_steps(worked):
-    _, _, one, two = worked
-    assert _largest_difference(one, two, "master.") <= 1e-4
+    _, _, one, *others = worked
+    for other in others:
+        assert _largest_difference(one, other, "master.") <= 1e-4
 
 
 def test_a_checkpoint_of_two_ranks_is_whole_for_readers_without_ranks(worked):
-    root, _, _, two = worked
-    shards = list((root / "two" / "checkpoint").glob("*.safetensors"))
+    root, _, _, two, _ = worked
+    shards = list((root / "ranks-2" / "checkpoint").glob("*.safetensors"))
     assert len(shards) == 2
-    masters = dict(read_masters(root / "two" / "checkpoint"))
+    masters = dict(read_masters(root / "ranks-2" / "checkpoint"))
     for name, master in masters.items():
         assert torch.equal(master, two[f"master.{name}"]), name
 
 
 def test_checkpoints_reshard_in_both_directions(worked):
-    root, policy, _, _ = worked
-    from_two = root / "two" / "checkpoint"
+    root, policy, *_ = worked
+    from_two = root / "ranks-2" / "checkpoint"
     one, two = _work(policy, root, (1, "one-from-two", from_two), (2, "two-from-two", from_two))
     assert _largest_difference(one, two, "gradient.") <= 1e-5
     assert _largest_difference(one, two, "master.") <= 1e-4

@@ -5,7 +5,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
 
-from trainers.flops import ModelCost, attended_pairs, model_cost, peak_flops
+from trainers.flops import ModelCost, model_cost, peak_flops
+from trainers.packing import Forwarded, TrainingSequence, forwarded, pack
 from trainers.steps import policy_cost
 
 SHAPE = {
@@ -38,7 +39,8 @@ def test_dense_products_are_those_that_torch_counts(tied: bool):
     square = 3 * 3 * 4 * 4 * 8 * LENGTH**2
     pairs = 3 * 3 * 4 * 4 * 8 * LENGTH * (LENGTH + 1) // 2
     # No gradient goes to the token ids, but to all that multiplies: three times the forward pass.
-    assert counter.get_total_flops() - square == cost.step_flops([LENGTH], LENGTH) - pairs
+    counted = cost.step_flops(Forwarded(LENGTH, LENGTH * (LENGTH + 1) // 2, LENGTH))
+    assert counter.get_total_flops() - square == counted - pairs
 
 
 def test_of_experts_those_that_a_token_meets_are_counted():
@@ -52,21 +54,29 @@ def test_of_experts_those_that_a_token_meets_are_counted():
     assert cost.head_weights == 40 * 16
 
 
-def test_the_head_runs_where_there_is_a_loss():
-    cost = ModelCost(
-        weights=10, head_weights=7, flops_of_pair=5, flops_of_windowed_pair=3, window=2
-    )
-    # Two sequences of 3 and 1 tokens: 6 + 1 pairs, of a window of two keys 5 + 1.
-    assert cost.forward_flops([3, 1], 2) == 2 * 10 * 4 + 2 * 7 * 2 + 5 * 7 + 3 * 6
-    assert cost.step_flops([3, 1], 2) == 3 * 161
+def test_a_shared_prefix_counts_once_and_the_head_where_there_is_a_loss():
+    # A prompt of 3 tokens and two answers, of 2 tokens (one of them read) and of 1 (none read).
+    prompt = [5, 6, 7]
+    sequences = [
+        TrainingSequence(torch.tensor([*prompt, 8, 9]), torch.tensor([False] * 3 + [True] * 2)),
+        TrainingSequence(torch.tensor([*prompt, 4]), torch.tensor([False] * 3 + [True])),
+    ]
+    done = forwarded(pack(sequences, 100))
+    # Pairs of the prompt 1 + 2 + 3, of the token after it 4; both answers begin at one position.
+    assert done == Forwarded(num_tokens=4, num_pairs=10, num_positions=2)
+    cost = ModelCost(weights=10, head_weights=7, flops_of_pair=5)
+    assert cost.forward_flops(done) == 2 * 10 * 4 + 2 * 7 * 2 + 5 * 10
+    assert cost.step_flops(done) == 3 * 158
 
 
-@pytest.mark.parametrize(
-    ("length", "window"), [(0, 4), (1, 4), (4, 4), (9, 4), (9, 100), (9, 0), (9, 1)]
-)
-def test_pairs_by_enumeration(length: int, window: int):
-    pairs = [(q, k) for q in range(length) for k in range(q + 1) if q - k < window]
-    assert attended_pairs(length, window) == len(pairs)
+def test_pairs_by_enumeration():
+    rows = [[1, 2, 3, 4, 0], [1, 2, 3, 5, 5, 0], [1, 2, 6, 0], [1, 2, 3, 5, 7, 0], [9, 9, 0]]
+    sequences = [
+        TrainingSequence(torch.tensor(row), torch.arange(len(row)) == len(row) - 1) for row in rows
+    ]
+    paths = {tuple(row[:stop]) for row in rows for stop in range(1, len(row))}
+    done = forwarded(pack(sequences, 100))
+    assert (done.num_tokens, done.num_pairs) == (len(paths), sum(map(len, paths)))
 
 
 def test_the_peak_is_that_of_a_known_gpu():
@@ -81,5 +91,5 @@ def test_a_sharded_policy_costs_what_its_model_does(make_policy):
     policy = make_policy()
     # Tied Qwen3 of hidden 16, 2 layers, 2 heads and 1 for keys, of size 8, inner size 24.
     attention = 16 * 8 * (2 + 1 + 1) + 2 * 8 * 16
-    expected = ModelCost(2 * (attention + 3 * 16 * 24), 32 * 16, 4 * 2 * 8 * 2, 0, 0)
+    expected = ModelCost(2 * (attention + 3 * 16 * 24), 32 * 16, 4 * 2 * 8 * 2)
     assert policy_cost(policy) == expected

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from schemas.objective import RECIPES
+from tests.plain_transformers import action_logits, plain_copy
 from trainers.corrections import MASKS, WEIGHTS, MaskLimits, corrected
 from trainers.losses import KL_ESTIMATORS, LOSSES, ClipRange
 from trainers.packing import TrainingSequence
@@ -156,15 +157,15 @@ def test_every_clip_cap_and_mask_of_these_tests_binds(tokens):
 
 
 def _sequences():
-    """Two turns, one token, an observation between actions, and nothing to train."""
+    """Two turns, one token, an observation between actions, and nothing to train; the second
+    begins like the first, and the fifth like the fourth."""
     generator = torch.Generator().manual_seed(1)
     masks = ["0011", "001101", "01", "0111111", "011", "00"]
+    ids = [torch.randint(0, 32, (len(mask),), generator=generator) for mask in masks]
+    ids[1][:3], ids[4][:2] = ids[0][:3], ids[3][:2]
     return [
-        TrainingSequence(
-            torch.randint(0, 32, (len(mask),), generator=generator),
-            torch.tensor([character == "1" for character in mask]),
-        )
-        for mask in masks
+        TrainingSequence(tokens, torch.tensor([character == "1" for character in mask]))
+        for tokens, mask in zip(ids, masks, strict=True)
     ]
 
 
@@ -253,11 +254,11 @@ def test_penalties_are_those_of_plain_transformers(make_policy):
     data = replace(data, advantages=torch.zeros_like(data.advantages))
     objective = Objective("ppo_clip", CLIP, kl_coefficient=0.5, entropy_coefficient=0.2)
     report, found = _gradients(policy, sequences, data, objective, 100)
+    plain = plain_copy(policy)
     total, kl, start = torch.zeros(()), 0.0, 0
     for sequence in sequences[:-1]:
         actions = sequence.action_mask.nonzero().flatten()
-        logits = policy.model(input_ids=sequence.token_ids[None], use_cache=False).logits[0]
-        policies = torch.distributions.Categorical(logits=logits[actions - 1] / 0.8)
+        policies = torch.distributions.Categorical(logits=action_logits(plain, sequence) / 0.8)
         chosen = policies.probs.gather(1, sequence.token_ids[actions][:, None])[:, 0]
         part = slice(start, start + len(actions))
         start += len(actions)
@@ -269,8 +270,8 @@ def test_penalties_are_those_of_plain_transformers(make_policy):
     total.backward()
     assert report.loss == pytest.approx(total.item(), rel=1e-5)
     assert report.reference_kl == pytest.approx(kl / len(data.weights), rel=1e-4)
-    for name, parameter in policy.parameters.items():
-        expected = parameter.grad.to_local()
+    for name, parameter in plain.named_parameters():
+        expected = parameter.grad
         assert (found[name] - expected).norm() / expected.norm() <= 2e-5, name
 
 

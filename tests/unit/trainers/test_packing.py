@@ -1,16 +1,10 @@
-"""Packing: every action token once, no attention across sequences, the same gradients."""
+"""Packing: every action token once, whatever sequences share stored once."""
 
 import pytest
 import torch
 
-from trainers.packing import (
-    TrainingSequence,
-    assign,
-    empty_microbatch,
-    first_fit_decreasing,
-    num_forwarded,
-    pack,
-)
+from trainers.packing import TrainingSequence, assign, num_forwarded, pack
+from trainers.prefixes import Span, TreeAttention
 
 
 def _sequence(ids, actions):
@@ -27,37 +21,45 @@ SEQUENCES = [
 ]
 
 
-def test_first_fit_decreasing_by_hand():
-    # 6 | 4 opens | 3 joins 4 | 3 opens: 6+1, 4+3, 3+2.
-    assert first_fit_decreasing([3, 6, 1, 4, 3, 2], 7) == [[1, 2], [3, 0], [4, 5]]
-    assert first_fit_decreasing([9, 2], 7) == [[0], [1]]
-    assert first_fit_decreasing([], 7) == []
-
-
 def test_only_tokens_before_the_last_action_are_forwarded():
     assert [num_forwarded(sequence) for sequence in SEQUENCES] == [4, 6, 1, 0]
 
 
 def test_microbatch_by_hand():
     (microbatch,) = pack(SEQUENCES, 100)
-    # Longest first: sequence 1, 0, 2; sequence 3 has nothing to predict.
-    assert microbatch.input_ids.tolist() == [[6, 7, 8, 9, 10, 11, 1, 2, 3, 4, 14]]
-    assert microbatch.position_ids.tolist() == [[0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 0]]
-    assert microbatch.block_ids.tolist() == [0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 2]
-    assert microbatch.logit_index.tolist() == [1, 2, 5, 7, 8, 9, 10]
-    assert microbatch.target_ids.tolist() == [8, 9, 12, 3, 4, 5, 15]
-    assert microbatch.action_index.tolist() == [3, 4, 5, 0, 1, 2, 6]
+    # By their tokens; sequence 3 has nothing to predict.
+    assert microbatch.input_ids.tolist() == [[1, 2, 3, 4, 6, 7, 8, 9, 10, 11, 14]]
+    assert microbatch.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 0]]
+    assert microbatch.tree == TreeAttention((Span(0, 4), Span(4, 10), Span(10, 11)), ())
+    assert microbatch.logit_index.tolist() == [1, 2, 3, 5, 6, 9, 10]
+    assert microbatch.logit_row.tolist() == [0, 1, 2, 3, 4, 5, 6]
+    assert microbatch.target_ids.tolist() == [3, 4, 5, 8, 9, 12, 15]
+    assert microbatch.action_index.tolist() == [0, 1, 2, 3, 4, 5, 6]
 
 
-def test_attention_mask_is_block_diagonal_and_causal():
-    (microbatch,) = pack([SEQUENCES[2], SEQUENCES[0]], 100)
-    assert microbatch.attention_mask()[0, 0].int().tolist() == [
-        [1, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0],
-        [1, 1, 1, 0, 0],
-        [1, 1, 1, 1, 0],
-        [0, 0, 0, 0, 1],
-    ]
+def test_a_shared_prompt_is_stored_once_and_predicts_every_first_token():
+    prompt = [1, 2, 3]
+    group = [_sequence([*prompt, *response], {3, 4}) for response in ([7, 8], [5, 6], [7, 9])]
+    (microbatch,) = pack(group, 100)
+    # 1 2 3 5 | 7; the last tokens are predicted and not read.
+    assert microbatch.input_ids.tolist() == [[1, 2, 3, 5, 7]]
+    assert microbatch.position_ids.tolist() == [[0, 1, 2, 3, 3]]
+    assert microbatch.tree == TreeAttention((Span(0, 4), Span(4, 5)), ((Span(4, 5), Span(0, 3)),))
+    # The second response, then the first and the third, which read the same.
+    assert microbatch.logit_index.tolist() == [2, 3, 4]
+    assert microbatch.logit_row.tolist() == [0, 1, 0, 2, 0, 2]
+    assert microbatch.target_ids.tolist() == [5, 6, 7, 8, 7, 9]
+    assert microbatch.action_index.tolist() == [2, 3, 0, 1, 4, 5]
+
+
+def test_an_action_that_two_sequences_train_counts_in_both():
+    longer = _sequence([1, 2, 3, 4, 5], {2, 4})
+    (microbatch,) = pack([_sequence([1, 2, 3], {2}), longer], 100)
+    assert microbatch.input_ids.tolist() == [[1, 2, 3, 4]]
+    assert microbatch.logit_index.tolist() == [1, 3]
+    assert microbatch.logit_row.tolist() == [0, 1, 0]
+    assert microbatch.target_ids.tolist() == [3, 5, 3]
+    assert microbatch.action_index.tolist() == [1, 2, 0]
 
 
 def test_every_action_is_in_one_microbatch_within_the_budget():
@@ -67,12 +69,16 @@ def test_every_action_is_in_one_microbatch_within_the_budget():
         length = int(torch.randint(2, 40, (), generator=generator))
         mask = torch.rand(length, generator=generator) < 0.5
         mask[0] = False
-        sequences.append(TrainingSequence(torch.arange(length), mask))
+        sequences.append(
+            TrainingSequence(torch.randint(0, 3, (length,), generator=generator), mask)
+        )
     microbatches = pack(sequences, 50)
     seen = torch.cat([microbatch.action_index for microbatch in microbatches])
     total = sum(int(sequence.action_mask.sum()) for sequence in sequences)
     assert sorted(seen.tolist()) == list(range(total))
     assert max(microbatch.num_tokens for microbatch in microbatches) <= 50
+    forwarded = sum(num_forwarded(sequence) for sequence in sequences)
+    assert sum(microbatch.num_tokens for microbatch in microbatches) < forwarded - 20
 
 
 def test_a_sequence_over_the_budget_has_a_row_of_its_own():
@@ -92,43 +98,3 @@ def test_every_rank_gets_as_many_microbatches():
 def test_an_action_without_a_predecessor_is_our_mistake():
     with pytest.raises(AssertionError, match="token before it"):
         _sequence([1, 2], {0})
-
-
-def _gradients(policy, microbatches, num_actions):
-    values = torch.linspace(-1, 1, num_actions)
-    for microbatch in microbatches:
-        logprobs = policy.logprobs(microbatch, torch.ones(len(microbatch.action_index)))
-        (logprobs * values[microbatch.action_index]).sum().backward()
-    gradients = {}
-    for name, parameter in policy.parameters.items():
-        gradients[name] = parameter.grad.to_local().clone()
-        parameter.grad = None
-    return gradients
-
-
-def test_packed_and_unpacked_gradients_agree(make_policy):
-    policy = make_policy()
-    num_actions = 7
-    packed = _gradients(policy, pack(SEQUENCES, 100), num_actions)
-    one_by_one = _gradients(policy, pack(SEQUENCES, 1), num_actions)
-    with_empty = _gradients(policy, [*pack(SEQUENCES, 8), empty_microbatch()], num_actions)
-    for name, expected in one_by_one.items():
-        assert expected.norm() > 0
-        for other in (packed, with_empty):
-            assert (other[name] - expected).norm() / expected.norm() <= 1e-5, name
-
-
-def test_packed_logprobs_equal_plain_transformers(make_policy):
-    policy = make_policy()
-    packed = torch.zeros(7)
-    for microbatch in pack(SEQUENCES, 100):
-        temperatures = torch.full((len(microbatch.action_index),), 0.7)
-        packed[microbatch.action_index] = policy.logprobs(microbatch, temperatures).detach()
-    expected = []
-    for sequence in SEQUENCES[:3]:
-        with torch.no_grad():
-            logits = policy.model(input_ids=sequence.token_ids[None], use_cache=False).logits[0]
-        logprobs = (logits.double() / 0.7).log_softmax(-1)
-        actions = sequence.action_mask.nonzero().flatten()
-        expected.append(logprobs[actions - 1, sequence.token_ids[actions]])
-    torch.testing.assert_close(packed.double(), torch.cat(expected), rtol=0, atol=2e-6)

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from tasks.engines.protocol import Sampling
 from tasks.engines.sampling import processed_logprobs
 from tests.engine_models import processed
+from tests.plain_transformers import plain_copy
 from trainers.optimizer import AdamWSettings, MasterAdamW
 from trainers.packing import TrainingSequence, pack
 from trainers.scoring import forward
@@ -136,7 +137,7 @@ def test_scoring_and_training_see_the_truncated_distribution(make_policy, policy
     )
     prompt = torch.tensor([3, 1, 4, 1, 5, 9])
     with torch.no_grad():
-        logits = policy.model(input_ids=prompt[None], use_cache=False).logits[0, -1].numpy()
+        logits = plain_copy(policy)(input_ids=prompt[None], use_cache=False).logits[0, -1].numpy()
     sampling = Sampling(1.5, top_p=0.8, top_k=20, min_p=0.02, max_tokens=8, seed=0)
     expected = processed(logits, sampling)
     support = np.flatnonzero(np.isfinite(expected))
