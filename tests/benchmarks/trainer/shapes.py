@@ -119,8 +119,8 @@ def prompt_heavy() -> Minibatch:
 
 
 def tool_heavy() -> Minibatch:
-    """8 trajectories from one prompt of 250: four turns of 25 observed and 188 sampled tokens."""
-    turns = [(25, False), (188, True)] * 4
+    """8 trajectories from one prompt of 250: four turns of 25 sampled and 188 observed tokens."""
+    turns = [(25, True), (188, False)] * 4
     return _minibatch([250], [turns] * 8, torch.zeros(8, dtype=torch.int64))
 
 
