@@ -53,21 +53,24 @@ def _opened(store: Storage) -> Iterator[RunStore]:
 
 
 def checkpoint_faults(store: Storage, snapshot: Snapshot) -> Iterator[str]:
-    """Each trained batch's checkpoint is whole and holds the values that the batch came to."""
+    """Each trained batch's checkpoint is whole and unchanged, moments included, and its masters are
+    the values that the batch came to."""
     run = store.child(snapshot.run_id)
     for entry in snapshot.of_kind("batch_trained"):
         place = f"row {entry['seq']} (batch {entry['batch']})"
         try:
             with _opened(run) as opened:
                 folder = opened.get(entry["checkpoint"], checkpoints.MANIFEST)
-                batch = checkpoints.read_manifest(folder)["batch"]
+                manifest = checkpoints.read_manifest(folder)
+                for name in checkpoints.changed_files(folder, manifest):
+                    yield f"{place}: {entry['checkpoint']}/{name} was changed: its hash is another"
                 root = root_hash_of_stream(checkpoints.published_values(folder))
         except Exception as error:
             # Whatever damaged bytes make a reader say, the checkpoint is not what was written.
             yield f"{place}: {_first_line(error)}"
             continue
-        if batch != entry["batch"]:
-            yield f"{place}: {entry['checkpoint']} is of batch {batch}"
+        if manifest["batch"] != entry["batch"]:
+            yield f"{place}: {entry['checkpoint']} is of batch {manifest['batch']}"
         if root != entry["root_hash"]:
             yield f"{place}: {entry['checkpoint']} holds root hash {root}, not the ledger's"
 
@@ -120,7 +123,7 @@ def store_invariants(store: Storage) -> tuple[Invariant, ...]:
         Invariant(
             "checkpoints",
             lambda s: list(checkpoint_faults(store, s)),
-            lambda s: f"{len(s.of_kind('batch_trained'))} checkpoints, every value hashed",
+            lambda s: f"{len(s.of_kind('batch_trained'))} checkpoints, every byte hashed",
             fix,
         ),
         Invariant(

@@ -96,12 +96,12 @@ def negate(path: Path, at: int) -> None:
     path.write_bytes(data)
 
 
-def change_master(path: Path) -> None:
-    """Negates the first value of a checkpoint's first master, which is float32."""
+def change_checkpoint(path: Path, kind: str) -> None:
+    """Negates the first value of a checkpoint's first master or moment, which is float32."""
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         header = json.loads(file.read(length))
-    start = min(h["data_offsets"][0] for name, h in header.items() if name.startswith("master."))
+    start = min(h["data_offsets"][0] for name, h in header.items() if name.startswith(f"{kind}."))
     negate(path, 8 + length + start + 3)
 
 
@@ -266,9 +266,14 @@ DAMAGES: dict[str, tuple[Callable[[Copy], object], set[str], str]] = {
         "has 0 publications rows",
     ),
     "checkpoint edited": (
-        lambda c: change_master(c.stored("checkpoints/*/*.safetensors")),
+        lambda c: change_checkpoint(c.stored("checkpoints/*/*.safetensors"), "master"),
         {"checkpoints"},
         "holds root hash",
+    ),
+    "moment edited": (
+        lambda c: change_checkpoint(c.stored("checkpoints/*/*.safetensors"), "exp_avg_sq"),
+        {"checkpoints"},
+        "was changed: its hash is another",
     ),
     "checkpoint without manifest": (
         lambda c: c.stored("checkpoints/*/manifest.json").unlink(),
