@@ -328,7 +328,8 @@ Days = Annotated[float | None, Field(gt=0, json_schema_extra=MAY_CHANGE)]
 class MaintenanceSection(Section):
     """How long `rollhouse maintain` keeps what takes the most room. Rows expire by whole closed
     cycles, once each trajectory in them is trained and published, dropped, or held out. A resumed
-    run may have another policy; what is gone stays gone. Every other table is kept for good."""
+    run may have another policy; what is gone stays gone. Every other table, and every version of
+    the weights, is kept for good."""
 
     routing_days: Days = None
     """Age at which rows of `routing` expire; kept for good where it is not given."""
@@ -336,6 +337,9 @@ class MaintenanceSection(Section):
     """The same for `segments` and `scores`, and with them the views over tokens."""
     requests_days: Days = None
     """The same for `requests`."""
+    keep_checkpoints: Annotated[int | None, Field(gt=0, json_schema_extra=MAY_CHANGE)] = None
+    """Checkpoints kept, the newest ones; all of them where it is not given. The newest one is what
+    the run goes on from; older ones save `rollhouse replay` a longer way."""
     grace_hours: Annotated[float, Field(ge=1, le=672, json_schema_extra=MAY_CHANGE)] = 168.0
     """How long writes stay that no ledger row names, and files that no table holds any more: what
     runs or reads for longer than this may lose files under its feet."""

@@ -6,14 +6,17 @@ import struct
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
 from deltalake import DeltaTable, write_deltalake
 
+from schemas.config import MaintenanceSection
 from tasks.invariants import check_lake
 from tasks.lake.lake import Lake
+from tasks.maintain import maintain_run
 from tasks.storage import open_storage
 from tests.delta_readers import READERS, assert_agree
 from tests.tiny_run import REPOSITORY, ROLLHOUSE, RUN_ID, TinyRun
@@ -320,6 +323,23 @@ def test_damage_is_named(copy: Copy, name: str):
     found = copy.findings()
     assert found.keys() == invariants, found
     assert any(text in line for line in found.values()), found
+
+
+def test_a_checkpoint_that_expired_is_not_missed_and_the_newest_is(copy: Copy):
+    lake, store = Lake.open(copy.uri), str(copy.root / "store")
+    policy = MaintenanceSection(keep_checkpoints=1)
+    maintain_run(lake, RUN_ID, policy, now=datetime.now(UTC), store_uri=store)
+    assert len(list((copy.root / "store" / RUN_ID / "checkpoints").iterdir())) == 1
+    held = {f.invariant: f.found for f in check_lake(lake, store_uri=store)}
+    assert copy.findings() == {}
+    assert held["checkpoints"] == "1 checkpoints, every byte hashed; 1 expired"
+    newest = copy.stored("checkpoints/*")
+    # Whatever is recorded of it, a run cannot go on without it.
+    where = "table_name = 'checkpoints'"
+    copy.update("maintenance", where, checkpoints=f"make_array('checkpoints/{newest.name}')")
+    shutil.rmtree(newest)
+    faults = copy.findings()["checkpoints"]
+    assert "(batch 1)" in faults and "(batch 2)" in faults
 
 
 @pytest.mark.parametrize(
