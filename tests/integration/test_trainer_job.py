@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from safetensors import safe_open
 from trainer_world import FIRST, OBSERVATION, PROMPT, SECOND, TEMPERATURE, World, finish
 from transformers import AutoModelForCausalLM
 
@@ -219,3 +220,23 @@ def test_a_missing_checkpoint_has_a_clear_message(tmp_path):
     )
     error = finish(world.start(until_batch=2), code=1)
     assert "is not a complete checkpoint: it has no manifest.json; resume from the one" in error
+
+
+def test_a_changed_moment_is_refused_before_anything_is_trained(tmp_path):
+    world = World.create(tmp_path)
+    admission = world.admit(1, world.record(range(4)))
+    job = world.start(until_batch=1)
+    world.accept(1, admission, world.wait_for(job, "scores", f"admission = {admission}"))
+    steps = world.wait_for(job, "steps", "batch = 1")
+    world.trained(1, steps)
+    finish(job)
+    (shard,) = (world.store / steps.to_pylist()[-1]["checkpoint"]).glob("*.safetensors")
+    with safe_open(shard, "pt") as file:
+        moment = file.get_tensor("exp_avg.model.norm.weight").numpy().tobytes()
+    data = shard.read_bytes()
+    assert data.count(moment) == 1
+    shard.write_bytes(data.replace(moment, bytes([moment[0] ^ 1]) + moment[1:]))
+    world.admit(2, world.record(range(4, 8)))
+    error = finish(world.start(until_batch=2), code=1)
+    assert f"{shard} does not have the hash that its manifest.json gives" in error
+    assert len(world.written("steps", "true")) == 2 and len(world.written("scores", "true")) == 32
