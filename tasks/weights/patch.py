@@ -18,10 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 from blake3 import blake3
-from safetensors import SafetensorError, safe_open
 
 from tasks.durable import fsync_file
-from tasks.weights.anchors import iter_anchor
+from tasks.weights.anchors import check_files, iter_anchor, open_weights
 from tasks.weights.folders import (
     MANIFEST,
     MODEL_FILE,
@@ -31,7 +30,6 @@ from tasks.weights.folders import (
     file_hash,
     folder_name,
     load_publication,
-    manifest_text,
     num_values,
     read_manifest,
     refused,
@@ -78,22 +76,20 @@ def write_patch(
     def fill(building: Path) -> dict[str, Any]:
         before = read_manifest(parent)
         entries = _write_data(building / PATCH_FILE, tensors, parent, before["tensors"])
-        return _sealed(
-            {
-                "format": FORMAT,
-                "kind": "patch",
-                "version": version,
-                "parent": version - 1,
-                "parent_folder": parent.name,
-                "parent_root_hash": before["root_hash"],
-                "root_hash": _root_of(entries),
-                "num_parameters": num_values(entries),
-                "num_changed": sum(entry["num_changed"] for entry in entries),
-                "tensors": entries,
-                "files": {PATCH_FILE: describe_file(building / PATCH_FILE)},
-                "seconds": time.monotonic() - started,
-            }
-        )
+        return {
+            "format": FORMAT,
+            "kind": "patch",
+            "version": version,
+            "parent": version - 1,
+            "parent_folder": parent.name,
+            "parent_root_hash": before["root_hash"],
+            "root_hash": _root_of(entries),
+            "num_parameters": num_values(entries),
+            "num_changed": sum(entry["num_changed"] for entry in entries),
+            "tensors": entries,
+            "files": {PATCH_FILE: describe_file(building / PATCH_FILE)},
+            "seconds": time.monotonic() - started,
+        }
 
     write_folder(target, f"publish version {version} in {store}", fill)
     return load_publication(target)
@@ -107,7 +103,7 @@ def _write_data(
 ) -> list[dict[str, Any]]:
     """Writes every tensor's payload; what the manifest says about each."""
     entries = []
-    with safe_open(parent / MODEL_FILE, framework="pt") as opened, open(file, "xb") as data:
+    with open_weights(parent / MODEL_FILE) as opened, open(file, "xb") as data:
         for name, tensor in tensors:
             shape, parent_hash = list(tensor.shape), None
             before = np.zeros(tensor.numel(), np.uint16)
@@ -145,9 +141,6 @@ class Patch:
     def open(cls, folder: Path) -> "Patch":
         """Raises `ValueError` if a file is missing, torn or changed, or of a newer format."""
         manifest = read_manifest(folder)
-        # Compared as text, so that no byte of the file may differ.
-        if manifest_text(_sealed(manifest)) != (folder / MANIFEST).read_text():
-            raise refused(folder, "its manifest is not the one that was published")
         if manifest["format"] > FORMAT:
             raise ValueError(
                 f"{folder} has patch format {manifest['format']} and this version reads {FORMAT}; "
@@ -236,23 +229,19 @@ def patched_tensors(base: Path, patches: Sequence[Patch]) -> Iterator[tuple[str,
     for patch in patches:
         patch.refuse_another_parent(place, root)
         place, root = patch.folder, patch.manifest["root_hash"]
-    try:
-        with safe_open(base / MODEL_FILE, framework="pt") as opened:
-            names = set(opened.keys())
-            for entry in patches[-1].manifest["tensors"]:
-                name = entry["name"]
-                held: tuple[Bits, str] | None = None
-                if name in names:
-                    bits = _bits(opened.get_tensor(name)).copy()
-                    held = bits, bits_hash(bits)
-                for patch in patches:
-                    held = patch.apply(name, held)
-                assert held is not None, "the last patch has every tensor of its manifest"
-                yield name, _tensor(held[0], entry["shape"])
-    except FileNotFoundError as error:
-        raise refused(base, f"{MODEL_FILE} is missing") from error
-    except SafetensorError as error:
-        raise refused(base, f"{MODEL_FILE} is truncated or damaged ({error})") from error
+    check_files(base)
+    with open_weights(base / MODEL_FILE) as opened:
+        names = set(opened.keys())
+        for entry in patches[-1].manifest["tensors"]:
+            name = entry["name"]
+            held: tuple[Bits, str] | None = None
+            if name in names:
+                bits = _bits(opened.get_tensor(name)).copy()
+                held = bits, bits_hash(bits)
+            for patch in patches:
+                held = patch.apply(name, held)
+            assert held is not None, "the last patch has every tensor of its manifest"
+            yield name, _tensor(held[0], entry["shape"])
 
 
 def roots_along(base: Path, patches: Sequence[Patch]) -> Iterator[str | ValueError]:
@@ -313,9 +302,3 @@ def _tensor(bits: Bits, shape: Sequence[int]) -> torch.Tensor:
 
 def _root_of(entries: Sequence[dict[str, Any]]) -> str:
     return root_of_lines(hash_line(e["name"], e["shape"], e["hash"]) for e in entries)
-
-
-def _sealed(manifest: dict[str, Any]) -> dict[str, Any]:
-    """The manifest with the hash of all that it says otherwise."""
-    rest = {key: value for key, value in manifest.items() if key != "manifest_hash"}
-    return {**rest, "manifest_hash": blake3(manifest_text(rest).encode()).hexdigest()}
