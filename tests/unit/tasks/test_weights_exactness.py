@@ -20,7 +20,7 @@ from blake3 import blake3
 from tasks.weights.anchors import read_anchor, write_anchor
 from tasks.weights.folders import MANIFEST, MODEL_FILE, PATCH_FILE, REBUILT
 from tasks.weights.hashing import root_hash, tensor_hash
-from tasks.weights.patch import Patch, patched_tensors
+from tasks.weights.patch import Held, Patch, patched_tensors
 from tasks.weights.store import DiskStore
 from tasks.weights.versions import drop_rebuilt, export, find_chain, verify, version_folder
 from tests.weight_versions import Model, World, first_model, same_bits, trained
@@ -86,11 +86,11 @@ def test_1000_consecutive_patches_come_to_the_same_bits_from_any_anchor(in_memor
 
     # Each version from versions long before it, compared bit by bit.
     for first in (0, 300, 700):
-        held = {name: (as_bits(t), tensor_hash(t)) for name, t in models[first].items()}
+        held = {name: Held(as_bits(t), tensor_hash(t)) for name, t in models[first].items()}
         for patch in patches[first:]:
             held = {name: patch.apply(name, before) for name, before in held.items()}
             for name, tensor in models[patch.version].items():
-                assert (held[name][0] == as_bits(tensor)).all()
+                assert (held[name].bits == as_bits(tensor)).all()
 
     # A store of the same patches with an anchor at each hundred: what readers do.
     store = DiskStore(in_memory / "anchored", in_memory / "cache2")
@@ -214,16 +214,16 @@ def test_applying_twice_changes_nothing(world: World):
     patch = Patch.open(world.folder(2))
     refused = []
     for name, tensor in world.models[1].items():
-        once = patch.apply(name, (as_bits(tensor), tensor_hash(tensor)))
+        once = patch.apply(name, Held(as_bits(tensor), tensor_hash(tensor)))
         assert once is not None
-        before = once[0].copy()
+        before = once.bits.copy()
         try:
             twice = patch.apply(name, once)
-            assert twice is not None and twice[1] == once[1]
+            assert twice is not None and twice.hash == once.hash
         except ValueError as error:
             assert "of its parent does not have the hash" in str(error)
             refused.append(name)
-        assert (once[0] == before).all()
+        assert (once.bits == before).all()
     changed = [
         name
         for name, tensor in world.models[1].items()
