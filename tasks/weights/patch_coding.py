@@ -239,7 +239,7 @@ def _to_planes(values: NDArray[Any]) -> list[NDArray[np.uint8]]:
         goes_on = values > 0x7F
         plane = values.astype(np.uint8)
         plane &= np.uint8(0x7F)
-        plane |= goes_on.view(np.uint8) << np.uint8(7)
+        plane |= goes_on.view(np.uint8) * np.uint8(0x80)
         planes.append(plane)
         values = values.take(np.flatnonzero(goes_on)) >> 7
     return planes

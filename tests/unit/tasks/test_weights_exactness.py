@@ -85,12 +85,13 @@ def test_1000_consecutive_patches_come_to_the_same_bits_from_any_anchor(in_memor
     assert len(set(roots)) == 1001
 
     # Each version from versions long before it, compared bit by bit.
-    for first in (0, 300, 700):
+    for first in (0, 700):
         held = {name: Held(as_bits(t), tensor_hash(t)) for name, t in models[first].items()}
         for patch in patches[first:]:
-            held = {name: patch.apply(name, before) for name, before in held.items()}
             for name, tensor in models[patch.version].items():
-                assert (held[name].bits == as_bits(tensor)).all()
+                after = patch.apply(name, held[name])
+                assert after is not None and (after.bits == as_bits(tensor)).all()
+                held[name] = after
 
     # A store of the same patches with an anchor at each hundred: what readers do.
     store = DiskStore(in_memory / "anchored", in_memory / "cache2")
@@ -105,7 +106,7 @@ def test_1000_consecutive_patches_come_to_the_same_bits_from_any_anchor(in_memor
     found = list(verify(store, [world.uri(version) for version in range(1001)]))
     assert [held.root_hash for held in found] == roots
     assert [held.patches for held in found] == [version % 100 for version in range(1001)]
-    for version in range(7, 1001, 83):
+    for version in range(7, 1001, 167):
         nearest = version // 100 * 100
         chain = find_chain(store, world.uri(version))
         assert chain.base == weights / world.folder(nearest).name
