@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from trainer_world import FIRST, SECOND, TEMPERATURE, World, finish
+from trainer_world import FIRST, OBSERVATION, PROMPT, SECOND, TEMPERATURE, World, finish
 from transformers import AutoModelForCausalLM
 
 from tasks.weights.checkpoints import published_values
@@ -78,9 +78,21 @@ def test_steps_say_what_was_done(trained):
     assert scores.column("write_id")[0] != steps.column("write_id")[0]
 
 
+def _forwarded_once(world: World, ids: list[str]) -> tuple[int, int, int]:
+    """Tokens, pairs of tokens and predicting positions of a group's contexts, each counted once."""
+    contexts: dict[str, list[int]] = {}
+    for row in world.lake.read("segments", run_id="tiny").to_pylist():
+        contexts.setdefault(row["trajectory_id"], []).extend(row["token_ids"])
+    turn = PROMPT + FIRST + OBSERVATION
+    read = {tuple(contexts[name][:size]) for name in ids for size in range(1, turn + SECOND)}
+    before_actions = {*range(PROMPT, PROMPT + FIRST), *range(turn, turn + SECOND)}
+    positions = sum(len(prefix) in before_actions for prefix in read)
+    return len(read), sum(map(len, read)), positions
+
+
 def test_steps_say_what_a_claim_about_them_needs(trained):
-    _, _, _, steps = trained
-    for row in steps.to_pylist():
+    world, ids, _, steps = trained
+    for number, row in enumerate(steps.to_pylist()):
         assert dict(row["composition"]) == {
             "environment/tiny": 8,
             "finish_reason/stop": 8,
@@ -93,10 +105,12 @@ def test_steps_say_what_a_claim_about_them_needs(trained):
         assert row["hardware"] == "1 CPU threads"
         assert f"torch {torch.__version__}" in row["software"] and row["processor"]
         assert row["mfu"] is None
-        # 13 of 14 tokens are forwarded; 16 x 8 x 4 + 16 x 16 weights of attention a layer.
+        # 16 x 8 x 4 + 16 x 16 weights of attention a layer. A row has room for one group of 4.
         weights = 2 * (16 * 8 * 4 + 16 * 16 + 3 * 16 * 24)
-        pairs = 13 * 14 // 2
-        forward = 8 * (2 * weights * 13 + 2 * 32 * 16 * (FIRST + SECOND) + 4 * 2 * 8 * 2 * pairs)
+        groups = [ids[8 * number :][:4], ids[8 * number :][4:8]]
+        forward = 0
+        for tokens, pairs, positions in (_forwarded_once(world, group) for group in groups):
+            forward += 2 * weights * tokens + 2 * 32 * 16 * positions + 4 * 2 * 8 * 2 * pairs
         assert row["model_flops"] == 3 * forward
 
 

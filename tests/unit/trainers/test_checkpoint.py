@@ -19,7 +19,7 @@ SEQUENCE = TrainingSequence(torch.arange(1, 13), torch.arange(12) >= 4)
 
 def _step(policy, optimizer):
     (microbatch,) = pack([SEQUENCE], 64)
-    (-policy.logprobs(microbatch, torch.ones(8)).sum()).backward()
+    (-policy.logprobs(microbatch, torch.ones(8))[0].sum()).backward()
     optimizer.step(1e-3)
 
 
