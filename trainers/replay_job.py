@@ -121,10 +121,9 @@ class Replay:
 
     def _read(self, number: int) -> Recorded:
         """What is recorded of a batch; from here on computed on as many threads as it was."""
-        vocab_size = self.policy.model.config.vocab_size
         try:
             recorded = ranks.together(
-                lambda: read_recorded(self.lake, self.ledger, self.config, number, vocab_size)
+                lambda: read_recorded(self.lake, self.ledger, self.config, number, self.policy)
             )
         except Exception as error:
             # Whatever damaged rows make a reader say, they are not what was trained.

@@ -102,10 +102,10 @@ def expire(run: SmallRun, cycle: int, table: str) -> None:
     run.append("maintenance", [row])
 
 
-@pytest.mark.parametrize("table", ["segments", "scores"])
+@pytest.mark.parametrize("table", ["segments", "scores", "routing"])
 def test_what_expired_is_not_replayed(run: SmallRun, refusal: Callable[..., str], table: str):
     expire(run, 1, table)
-    sentence = "The tokens or scores of batch 2 expired by policy"
+    sentence = "The tokens, scores or routing of batch 2 expired by policy"
     assert sentence in refusal(run, "--step", "4")
 
 
