@@ -61,6 +61,7 @@ def _complete(temporary: Path, folder: Path, optimizer: MasterAdamW, batch: int)
         "step": optimizer.num_steps,
         "files": {path.name: path.stat().st_size for path in sorted(temporary.iterdir())},
         "parameters": {n: list(p.shape) for n, p in optimizer.policy.parameters.items()},
+        "parts": optimizer.policy.layout.parts,
     }
     for path in temporary.iterdir():
         fsync_file(path)

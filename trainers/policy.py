@@ -25,6 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from tasks.weights.routed_layers import routed_modules
 from trainers import tree_attention
 from trainers.packing import Microbatch
+from trainers.published_layout import PublishedLayout
 from trainers.recorded_experts import RoutedLayers
 from trainers.routing_replay import RoutingReplay
 from trainers.truncation import Truncation, truncate
@@ -66,7 +67,8 @@ def shard(model: PreTrainedModel, compute_dtype: torch.dtype, device: torch.devi
 
 
 class Policy:
-    """A sharded causal LM. Parameters are addressed by their safetensors names; tied ones once.
+    """A sharded causal LM. Parameters are addressed by the model's names, tied ones once; `layout`
+    relates them to published tensors.
 
     `routing` makes a mixture of experts take recorded ones; None for a dense model, and where
     `routing_replay` was not asked for.
@@ -80,6 +82,7 @@ class Policy:
         routing_replay: bool = False,
     ):
         self.model = build_model(folder, device)
+        self.layout = PublishedLayout(self.model)
         self.routing: RoutingReplay | None = None
         if routing_replay and routed_modules(self.model):
             self.routing = RoutingReplay(self.model, device)

@@ -248,8 +248,10 @@ class Replay:
 @torch.no_grad()
 def published(policy: Policy) -> Iterator[tuple[str, Tensor]]:
     """(name, whole bf16 tensor) pairs of what the parameters hold; every rank must go through."""
-    for name, parameter in policy.parameters.items():
-        yield name, parameter.full_tensor().to(torch.bfloat16).cpu()
+    yield from policy.layout.published(
+        (name, parameter.full_tensor().to(torch.bfloat16).cpu())
+        for name, parameter in policy.parameters.items()
+    )
 
 
 def open_replay(arguments: argparse.Namespace) -> Replay:

@@ -89,7 +89,8 @@ def test_replay_cuts_tokens_off_by_a_factor_of_two(one_rank, published, sampled)
     settings = AdamWSettings(
         beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.0, max_gradient_norm=1.0
     )
-    MasterAdamW(policy, settings).load(published.model.state_dict().items(), "the mixture")
+    values = load_file(published.path / "model.safetensors")
+    MasterAdamW(policy, settings).load(values.items(), "the mixture")
     replayed = [_sequence(call, done, policy.routed_layers) for call, done in sampled]
     rollout = torch.tensor([value for _, done in sampled for value in done.logprobs])
     one, zero = torch.ones_like(rollout), torch.zeros_like(rollout)
