@@ -9,12 +9,15 @@ VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/installed
 ROUTING_VENV := .venv-vllm-routing
 ROUTING_STAMP := $(ROUTING_VENV)/installed
+TRL_VENV := .venv-trl
+TRL_STAMP := $(TRL_VENV)/installed
 # Most tests keep one core busy.
 PYTEST := OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup \
 	--no-loadscope-reorder
 
 .PHONY: install vllm cycle cycle-vllm recompute seeds test unit faults integration test-routing \
-	bench-rollout bench-lake bench-patches correction-bias kill-matrix check format docs clean
+	bench-rollout bench-lake bench-patches bench-trainer correction-bias kill-matrix check format \
+	docs clean
 
 install: $(STAMP)
 
@@ -91,6 +94,17 @@ bench-lake: install
 # Bias and variance of each importance correction, exact over 4,096 sequences; some seconds.
 correction-bias: install
 	$(BIN)/python -m tests.benchmarks.correction_bias
+
+# What an update costs, against padded rows and against TRL's GRPO trainer.
+bench-trainer: install $(TRL_STAMP)
+	$(BIN)/python -m tests.benchmarks.trainer
+
+# The versions of everything else are those of .venv, so that both sides have the same kernels.
+$(TRL_STAMP): infra/constraints.txt infra/trl/constraints.txt
+	$(PYTHON) -m venv $(TRL_VENV)
+	$(TRL_VENV)/bin/python -m pip install --quiet --constraint infra/constraints.txt \
+		--constraint infra/trl/constraints.txt trl
+	touch $@
 
 # What a patch of weights costs, against whole weights and against storing the new values.
 bench-patches: install

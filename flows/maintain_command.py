@@ -31,12 +31,16 @@ def maintain(
             "--set", metavar="KEY=VALUE", help="Override a key of the run's maintenance policy."
         ),
     ] = None,
+    store: Annotated[
+        str | None, typer.Option(help="Where the run's store is now; default: the run's own.")
+    ] = None,
     prefect: Annotated[
         bool, typer.Option(help="Maintain each run as a Prefect flow run (embedded API).")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Compact closed cycles, expire rows by policy, drop writes that never counted, vacuum."""
+    """Compact closed cycles, expire rows and checkpoints by policy, drop writes that never counted,
+    vacuum."""
     from flows.prefect_cycle import prefect_api
     from tasks.lake.lake import Lake
 
@@ -48,7 +52,7 @@ def maintain(
     with prefect_api() if prefect else nullcontext():
         for name, policy in policies.items():
             with Console(stderr=True).status(f"Maintaining run {name}"):
-                reports += _maintain(opened, name, policy, dry_run, prefect)
+                reports += _maintain(opened, name, policy, dry_run, prefect, store)
     if as_json:
         emit([asdict(report) for report in reports])
         return
@@ -74,18 +78,29 @@ def _policy(lake: "Lake", run_id: str, overrides: Sequence[str]) -> "Maintenance
 
 
 def _maintain(
-    lake: "Lake", run_id: str, policy: "MaintenanceSection", dry_run: bool, prefect: bool
+    lake: "Lake",
+    run_id: str,
+    policy: "MaintenanceSection",
+    dry_run: bool,
+    prefect: bool,
+    store: str | None,
 ) -> "list[TableReport]":
     from tasks.maintain import maintain_run
 
     now = datetime.now(UTC)
     if not prefect:
-        return maintain_run(lake, run_id, policy, now=now, dry_run=dry_run)
-    return maintain_as_flow(lake, run_id, policy, now=now, dry_run=dry_run)
+        return maintain_run(lake, run_id, policy, now=now, dry_run=dry_run, store_uri=store)
+    return maintain_as_flow(lake, run_id, policy, now=now, dry_run=dry_run, store_uri=store)
 
 
 def maintain_as_flow(
-    lake: "Lake", run_id: str, policy: "MaintenanceSection", *, now: datetime, dry_run: bool
+    lake: "Lake",
+    run_id: str,
+    policy: "MaintenanceSection",
+    *,
+    now: datetime,
+    dry_run: bool,
+    store_uri: str | None = None,
 ) -> "list[TableReport]":
     """A maintenance as one run of the flow `maintain`, a task a phase."""
     from prefect import flow
@@ -97,7 +112,9 @@ def maintain_as_flow(
 
     @flow(name="maintain", flow_run_name="{run_id}", persist_result=False)
     def maintain_flow(run_id: str, dry_run: bool) -> "list[TableReport]":
-        return maintain_run(lake, run_id, policy, now=now, dry_run=dry_run, phases=phases)
+        return maintain_run(
+            lake, run_id, policy, now=now, dry_run=dry_run, phases=phases, store_uri=store_uri
+        )
 
     return maintain_flow(run_id, dry_run)
 
@@ -105,13 +122,16 @@ def maintain_as_flow(
 def _print_run(
     run_id: str, policy: "MaintenanceSection", shown: list[dict[str, Any]], dry_run: bool
 ) -> None:
-    kept = ", ".join(
-        f"{key} {'kept for good' if value is None else f'{value:g}'}"
-        for key, value in policy.model_dump().items()
-    )
+    kept = ", ".join(f"{key} {_kept(key, value)}" for key, value in policy.model_dump().items())
     typer.echo(f"Run {run_id}{' (dry run, nothing was changed)' if dry_run else ''}: {kept}")
     rows = [tuple(row.values())[1:] for row in shown]
     print_rows([name.replace("_", " ") for name in _COLUMNS], rows)
+
+
+def _kept(key: str, value: float | None) -> str:
+    if value is not None:
+        return f"{value:g}"
+    return "all" if key == "keep_checkpoints" else "kept for good"
 
 
 _COLUMNS = (

@@ -220,6 +220,16 @@ class TrainerSection(Section):
     round otherwise, they choose otherwise. A token without recorded experts, as all are of an
     engine that records none, takes the trainer's own and is counted. No effect on dense models."""
     learning_rate: Annotated[float, Field(gt=0)]
+    """Of every step, or the highest one of a schedule."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Optimizer steps, from the run's first, over which the rate rises linearly to learning_rate.
+    """
+    learning_rate_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the rate goes on after the warmup: constant, or falling to min_learning_rate."""
+    decay_steps: Annotated[int | None, Field(gt=0)] = None
+    """Optimizer steps after the warmup in which it falls; later ones have min_learning_rate."""
+    min_learning_rate: Annotated[float | None, Field(ge=0)] = None
+    """0.0 where the rate falls and it is not given."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
     epsilon: Annotated[float, Field(gt=0)] = 1e-8
@@ -323,7 +333,8 @@ Days = Annotated[float | None, Field(gt=0, json_schema_extra=MAY_CHANGE)]
 class MaintenanceSection(Section):
     """How long `rollhouse maintain` keeps what takes the most room. Rows expire by whole closed
     cycles, once each trajectory in them is trained and published, dropped, or held out. A resumed
-    run may have another policy; what is gone stays gone. Every other table is kept for good."""
+    run may have another policy; what is gone stays gone. Every other table, and every version of
+    the weights, is kept for good."""
 
     routing_days: Days = None
     """Age at which rows of `routing` expire; kept for good where it is not given."""
@@ -331,6 +342,9 @@ class MaintenanceSection(Section):
     """The same for `segments` and `scores`, and with them the views over tokens."""
     requests_days: Days = None
     """The same for `requests`."""
+    keep_checkpoints: Annotated[int | None, Field(gt=0, json_schema_extra=MAY_CHANGE)] = None
+    """Checkpoints kept, the newest ones; all of them where it is not given. The newest one is what
+    the run goes on from; older ones save `rollhouse replay` a longer way."""
     grace_hours: Annotated[float, Field(ge=1, le=672, json_schema_extra=MAY_CHANGE)] = 168.0
     """How long writes stay that no ledger row names, and files that no table holds any more: what
     runs or reads for longer than this may lose files under its feet."""
@@ -386,6 +400,9 @@ class RunConfig(Section):
                 "engine.vllm.colocated: servers sleep while the trainer works, so nothing can be "
                 "sampled meanwhile; set asynchrony.k = 0 or give the servers devices of their own"
             )
+        num_steps = self.run.num_cycles * self.run.batches_per_cycle * self.batch.minibatches
+        if reason := objective.steps_without_a_rate(self.trainer, num_steps):
+            raise ValueError(f"trainer.decay_steps: {reason}")
         if self.sampling.max_tokens >= self.engine.max_model_tokens:
             raise ValueError(
                 f"sampling.max_tokens = {self.sampling.max_tokens} leaves no room for a prompt in "

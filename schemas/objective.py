@@ -15,6 +15,8 @@ TOKEN_CORRECTIONS = ("token_is", "token_tis")
 SEQUENCE_CORRECTIONS = ("sequence_is", "sequence_tis")
 CAPPED = ("token_tis", "sequence_tis")
 DEFAULT_W_CAP = 2.0
+FALLING = ("linear", "cosine")
+"""Schedules of the learning rate that end at min_learning_rate."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,16 @@ class TrainerOptions(Protocol):
     def kl_estimator(self) -> str | None: ...
     @property
     def reference_version(self) -> int | None: ...
+    @property
+    def learning_rate(self) -> float: ...
+    @property
+    def warmup_steps(self) -> int: ...
+    @property
+    def learning_rate_schedule(self) -> str: ...
+    @property
+    def decay_steps(self) -> int | None: ...
+    @property
+    def min_learning_rate(self) -> float | None: ...
 
 
 def with_defaults(trainer: Mapping[str, Any]) -> dict[str, Any]:
@@ -95,6 +107,8 @@ def with_defaults(trainer: Mapping[str, Any]) -> dict[str, Any]:
         defaults |= {"mask_low": limits[0], "mask_high": limits[1]}
     if trainer.get("kl_coefficient"):
         defaults["kl_estimator"] = "k3"
+    if trainer.get("learning_rate_schedule") in FALLING:
+        defaults["min_learning_rate"] = 0.0
     return defaults | {key: value for key, value in trainer.items() if value is not None}
 
 
@@ -122,6 +136,7 @@ def refusal(trainer: TrainerOptions) -> str | None:
         or _refused_correction(trainer)
         or _refused_mask(trainer)
         or _refused_reference(trainer)
+        or _refused_schedule(trainer)
     )
 
 
@@ -229,3 +244,42 @@ def _refused_reference(trainer: TrainerOptions) -> str | None:
         if getattr(trainer, key) is not None:
             return f"{key} has no effect without a penalty; remove it or give kl_coefficient"
     return None
+
+
+def _refused_schedule(trainer: TrainerOptions) -> str | None:
+    schedule = trainer.learning_rate_schedule
+    if schedule not in FALLING:
+        for key in ("decay_steps", "min_learning_rate"):
+            if getattr(trainer, key) is not None:
+                return (
+                    f'{key} has no effect with learning_rate_schedule = "{schedule}"; remove it or '
+                    'give learning_rate_schedule = "linear" or "cosine"'
+                )
+        return None
+    if trainer.decay_steps is None:
+        return (
+            f'learning_rate_schedule = "{schedule}" has no end; give decay_steps, the optimizer '
+            "steps after the warmup in which the rate falls"
+        )
+    assert trainer.min_learning_rate is not None
+    if trainer.min_learning_rate >= trainer.learning_rate:
+        return (
+            f"min_learning_rate = {trainer.min_learning_rate} is not below learning_rate = "
+            f"{trainer.learning_rate}, so nothing falls; give a lower one or "
+            'learning_rate_schedule = "constant"'
+        )
+    return None
+
+
+def steps_without_a_rate(trainer: TrainerOptions, num_steps: int) -> str | None:
+    """Why a run of `num_steps` optimizer steps would end with steps that move nothing, and what to
+    do; None where it would not."""
+    if trainer.decay_steps is None or trainer.min_learning_rate != 0:
+        return None
+    last = trainer.warmup_steps + trainer.decay_steps
+    if num_steps <= last:
+        return None
+    return (
+        f"the learning rate is 0 from optimizer step {last + 1} on, and the run takes {num_steps}; "
+        "begin it with more decay_steps or a min_learning_rate above 0, or lower run.num_cycles"
+    )

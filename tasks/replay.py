@@ -19,6 +19,7 @@ from typing import Any
 from schemas.config import RunConfig, parse_recorded_config
 from tasks.lake.lake import Lake
 from tasks.lake.ledger import Entry
+from tasks.maintain.checkpoints import expired_checkpoints
 from tasks.query import connect
 from tasks.replay_verdicts import NOTHING_FOUND, judged_rows
 from tasks.train import TrainerFailed, log_end, torchrun
@@ -122,11 +123,16 @@ def plan_replay(lake: Lake, config: RunConfig, batches: Sequence[int]) -> list[I
     rows = connect(lake).execute(EXPIRED, [run_id, config.trainer.routing_replay]).fetchall()
     gone = {admission for (admission,) in rows}
     expired = {b for b, entry in trained.items() if entry.details["admission"] in gone}
-    return [_item(batch, trained, expired, store) for batch in batches]
+    deleted = expired_checkpoints(lake, run_id)
+    return [_item(batch, trained, expired, deleted, store) for batch in batches]
 
 
 def _item(
-    batch: int, trained: dict[int | None, Entry], expired: set[int | None], store: RunStore
+    batch: int,
+    trained: dict[int | None, Entry],
+    expired: set[int | None],
+    deleted: frozenset[str],
+    store: RunStore,
 ) -> Item:
     policy = 'expired by policy; `rollhouse sql "FROM maintenance"` says when'
     if batch in expired:
@@ -138,10 +144,13 @@ def _item(
         if store.holds(checkpoint, checkpoints.MANIFEST):
             break
         if start in expired:
+            way = f"Batch {batch} has no way back: the checkpoint of batch {start}"
+            if checkpoint in deleted:
+                return Item(batch, missing=f"{way} and its tokens, scores or routing {policy}.")
             return Item(
                 batch,
-                missing=f"Batch {batch} has no way back: the checkpoint of batch {start} is gone, "
-                f"and its tokens, scores or routing {policy}; restore the checkpoint.",
+                missing=f"{way} is gone, and its tokens, scores or routing {policy}. Restore the checkpoint "
+                "from a backup.",
             )
         start -= 1
     return Item(batch, start)

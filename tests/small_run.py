@@ -79,7 +79,9 @@ class SmallRun:
             trajectories_hash=trajectories_hash(names),
         )
 
-    def train(self, batch: int, admission: int, rollouts: Sequence[Rollout]) -> None:
+    def train(
+        self, batch: int, admission: int, rollouts: Sequence[Rollout], checkpoint: str | None = None
+    ) -> None:
         scores = [
             {
                 **{key: segment[key] for key in ("trajectory_id", "sequence_index")},
@@ -99,7 +101,7 @@ class SmallRun:
         details = {"admission": admission}
         write_ids = [self.append("scores", scores)]
         self.commit("batch_accepted", batch=batch, write_ids=write_ids, details=details)
-        self.commit("batch_trained", batch=batch, details=details)
+        self.commit("batch_trained", batch=batch, checkpoint=checkpoint, details=details)
 
     def publish(self, version: int) -> None:
         self.commit("version_published", version=version)

@@ -20,8 +20,10 @@ from torch.distributed.checkpoint.hf_storage import (
 )
 
 from tasks.durable import explain_os_errors, fsync_dir, fsync_file, make_durable_dirs
-from tasks.weights.checkpoints import FORMAT, MANIFEST, read_manifest
+from tasks.weights.checkpoints import FORMAT, MANIFEST, changed, changed_files, read_manifest
+from tasks.weights.folders import file_hash
 from trainers.optimizer import MasterAdamW
+from trainers.ranks import agreed
 
 
 def relative_path(batch: int, lease: int) -> str:
@@ -55,15 +57,17 @@ def save(folder: Path, optimizer: MasterAdamW, batch: int) -> None:
 
 def _complete(temporary: Path, folder: Path, optimizer: MasterAdamW, batch: int) -> None:
     """Makes the shards durable, adds the manifest, and puts the folder in its place."""
+    files = sorted(temporary.iterdir())
     manifest = {
         "format": FORMAT,
         "batch": batch,
         "step": optimizer.num_steps,
-        "files": {path.name: path.stat().st_size for path in sorted(temporary.iterdir())},
+        "files": {path.name: path.stat().st_size for path in files},
+        "hashes": {path.name: file_hash(path) for path in files},
         "parameters": {n: list(p.shape) for n, p in optimizer.policy.parameters.items()},
         "parts": optimizer.policy.layout.parts,
     }
-    for path in temporary.iterdir():
+    for path in files:
         fsync_file(path)
     (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
     fsync_file(temporary / MANIFEST)
@@ -78,13 +82,18 @@ def load(folder: Path, optimizer: MasterAdamW) -> int:
 
     Publishes the masters and returns the batch that was trained last.
 
-    Raises `ValueError` where the checkpoint is missing, incomplete or of another model.
+    Raises `ValueError`, on every rank, where the checkpoint is missing, incomplete, changed or of
+    another model.
     """
     manifest = read_manifest(folder)
     optimizer.policy.check_names(manifest["parameters"], str(folder))
     for name, shape in manifest["parameters"].items():
         if list(optimizer.policy.parameters[name].shape) != shape:
             raise ValueError(f"{folder}: {name} has shape {shape}, not the model's; give its run.")
+    names = sorted(manifest["files"])
+    wrong = agreed(lambda: tuple(names.index(name) for name in changed_files(folder, manifest)))
+    if wrong:
+        raise changed(folder / names[wrong[0]])
     state = optimizer.sharded_state()
     state_dict_loader.load(state, storage_reader=HuggingFaceStorageReader(str(folder)))
     optimizer.set_num_steps(manifest["step"])

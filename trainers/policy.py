@@ -7,7 +7,7 @@ log-probabilities differ from rollout ones by arithmetic alone and never by roun
 Computing in float32 keeps those rounded values in float32 parameters; computing in bfloat16 casts
 them, exactly, in FSDP2's mixed precision, with gradients reduced in float32.
 
-Shapes: T = tokens of a microbatch, K = its action tokens, V = vocabulary.
+Shapes: K = action tokens of a microbatch.
 """
 
 from collections.abc import Iterable, Iterator
@@ -16,7 +16,7 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -24,11 +24,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tasks.weights.routed_layers import routed_modules
 from trainers import tree_attention
+from trainers.loss_positions import LossPositions
 from trainers.packing import Microbatch
 from trainers.published_layout import PublishedLayout
 from trainers.recorded_experts import RoutedLayers
 from trainers.routing_replay import RoutingReplay
-from trainers.truncation import Truncation, truncate
+from trainers.token_logprobs import Targets
+from trainers.truncation import Truncation
 
 
 def build_model(folder: Path, device: torch.device) -> PreTrainedModel:
@@ -48,6 +50,12 @@ def build_model(folder: Path, device: torch.device) -> PreTrainedModel:
     return model.eval()
 
 
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """In the order of the forward pass."""
+    names = set(model._no_split_modules or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
 def shard(model: PreTrainedModel, compute_dtype: torch.dtype, device: torch.device) -> None:
     """Applies FSDP2 to each decoder layer, then to the root, over all ranks.
 
@@ -58,9 +66,7 @@ def shard(model: PreTrainedModel, compute_dtype: torch.dtype, device: torch.devi
     policy = MixedPrecisionPolicy()
     if compute_dtype != torch.float32:
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    layer_names = set(model._no_split_modules or ())
-    layers = [module for module in model.modules() if type(module).__name__ in layer_names]
-    for module in [*layers, model]:
+    for module in [*decoder_layers(model), model]:
         sharded = fully_shard(module, mesh=mesh, mp_policy=policy)
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
@@ -86,6 +92,7 @@ class Policy:
         self.routing: RoutingReplay | None = None
         if routing_replay and routed_modules(self.model):
             self.routing = RoutingReplay(self.model, device)
+        self._loss_positions = LossPositions(self.model, decoder_layers(self.model)[-1])
         shard(self.model, compute_dtype, device)
         self.device = device
         self.parameters: dict[str, DTensor] = cast(
@@ -135,42 +142,35 @@ class Policy:
         for name, parameter in self.parameters.items():
             yield name, parameter.to_local().detach().to(torch.bfloat16)
 
-    def logits(
+    def logprobs(
         self, microbatch: Microbatch, temperatures: Tensor, truncation: Truncation | None = None
-    ) -> Tensor:
-        """Logits over the temperature where an action token is predicted, [K, V] float32.
+    ) -> tuple[Tensor, Tensor]:
+        """Of each action token its log-probability as it was sampled, and the entropy of the
+        distribution it was drawn from in nats; both [K] float32.
 
         `temperatures`, `truncation` [K]: those the tokens were sampled at; None is the whole
         distribution.
         """
         if self.routing is not None:
             self.routing.use(microbatch)
+        on_device = {
+            name: getattr(microbatch, name).to(self.device)
+            for name in ("input_ids", "position_ids", "logit_index", "logit_row", "target_ids")
+        }
+        positions = on_device["logit_index"]
+        targets = Targets(
+            on_device["logit_row"],
+            on_device["target_ids"],
+            temperatures.to(self.device),
+            truncation if truncation is not None and truncation.cuts else None,
+        )
+        self._loss_positions.want(positions, targets)
         output = self.model(
-            input_ids=microbatch.input_ids.to(self.device),
-            position_ids=microbatch.position_ids.to(self.device),
+            input_ids=on_device["input_ids"],
+            position_ids=on_device["position_ids"],
             tree=microbatch.tree,
-            logits_to_keep=microbatch.logit_index.to(self.device),
+            logits_to_keep=positions,
             use_cache=False,
         )
-        # Not by index: its gradient adds up what shares a row in any order on a CPU.
-        of_tokens = output.logits[0].index_select(0, microbatch.logit_row.to(self.device))
-        scaled = of_tokens.float().div_(temperatures.to(self.device)[:, None])
-        return scaled if truncation is None else truncate(scaled, microbatch.target_ids, truncation)
-
-    def logprobs(
-        self, microbatch: Microbatch, temperatures: Tensor, truncation: Truncation | None = None
-    ) -> Tensor:
-        """Log-probability of each action token as it was sampled, [K] float32."""
-        logits = self.logits(microbatch, temperatures, truncation)
-        return select(logits.log_softmax(-1), microbatch)
-
-
-def select(log_softmax: Tensor, microbatch: Microbatch) -> Tensor:
-    """The entry of each target token: [K, V] to [K]."""
-    targets = microbatch.target_ids.to(log_softmax.device)
-    return log_softmax.gather(-1, targets[:, None])[:, 0]
-
-
-def entropy(log_softmax: Tensor) -> Tensor:
-    """-sum over the vocabulary of p log p, in nats: [K, V] to [K]."""
-    return -(log_softmax.exp() * log_softmax).sum(-1)
+        logprobs, entropies = output.logits.unbind(-1)
+        return logprobs, entropies

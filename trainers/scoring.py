@@ -25,7 +25,7 @@ from schemas.config import TrainerSection
 from schemas.tables import TABLES
 from trainers.corrections import NO_LIMITS, Correction, MaskLimits, corrected
 from trainers.packing import TrainingSequence, assign, empty_microbatch, pack
-from trainers.policy import Policy, entropy, select
+from trainers.policy import Policy
 from trainers.sequences import TrainingBatch
 from trainers.truncation import Truncation
 
@@ -62,10 +62,8 @@ def forward(
     for microbatch in share:
         microbatch = microbatch or empty_microbatch()
         index = microbatch.action_index
-        logits = policy.logits(microbatch, temperatures[index], truncation[index])
-        log_softmax = logits.log_softmax(-1)
-        results[0, index] = select(log_softmax, microbatch).cpu()
-        results[1, index] = entropy(log_softmax).cpu()
+        scored = policy.logprobs(microbatch, temperatures[index], truncation[index])
+        results[:, index] = torch.stack(scored).cpu()
     # Each token is computed on one rank and zero on the others, so the sum is exact.
     dist.all_reduce(results)
     return results[0], results[1]

@@ -25,6 +25,7 @@ from trainers.hardware import hardware, processor, software
 from trainers.losses import UNCLIPPED, ClipRange
 from trainers.optimizer import MasterAdamW
 from trainers.policy import Policy
+from trainers.schedules import learning_rate
 from trainers.scoring import Scores
 from trainers.sequences import Minibatch, TrainingBatch, lag_steps, minibatches
 from trainers.update import GradientReport, Objective, TokenData, accumulate_gradients
@@ -101,7 +102,8 @@ def train_batch(
             objective,
             trainer.token_budget,
         )
-        norm = optimizer.step(trainer.learning_rate)
+        rate = learning_rate(optimizer.num_steps + 1, trainer)
+        norm = optimizer.step(rate)
         train_s = time.monotonic() - started
         flops = cost.step_flops(report.forwarded)
         rows.append(
@@ -109,6 +111,7 @@ def train_batch(
             | _contents(batch, minibatch)
             | {
                 "step": optimizer.num_steps,
+                "learning_rate": rate,
                 "gradient_norm": norm,
                 "train_s": train_s,
                 "model_flops": flops,
@@ -171,7 +174,6 @@ def _row(
         "stall_s": 0.0,
         "reward_mean": float(batch.rewards[minibatch.trajectories].mean()),
         "entropy_mean": float(scores.entropies[actions].double().mean()),
-        "learning_rate": trainer.learning_rate,
         "loss": report.loss,
         "metrics": list(_metrics(batch, minibatch, report).items()),
         "num_trajectories": minibatch.trajectories.stop - minibatch.trajectories.start,

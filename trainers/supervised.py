@@ -92,7 +92,8 @@ def accumulate_cross_entropy(policy: Policy, sequences: Sequence[TrainingSequenc
     for microbatch in assign(pack(sequences, TOKEN_BUDGET), dist.get_world_size())[dist.get_rank()]:
         microbatch = microbatch or empty_microbatch()
         ones = torch.ones(len(microbatch.action_index))
-        objective = cross_entropy(policy.logprobs(microbatch, ones))
+        logprobs, _ = policy.logprobs(microbatch, ones)
+        objective = cross_entropy(logprobs)
         weights = ones.to(policy.device)
         loss = reduce_loss(objective, weights, weights, num_loss_tokens)
         loss.backward()

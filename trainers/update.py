@@ -25,7 +25,7 @@ from trainers.packing import (
     num_forwarded,
     pack,
 )
-from trainers.policy import Policy, entropy, select
+from trainers.policy import Policy
 from trainers.reductions import REDUCTIONS, reduce_loss
 from trainers.truncation import Truncation
 
@@ -119,11 +119,11 @@ def accumulate_gradients(
     for microbatch in share:
         microbatch = microbatch or empty_microbatch()
         index = microbatch.action_index
-        logits = policy.logits(microbatch, data.temperatures[index], data.truncation[index])
+        logprobs, entropies = policy.logprobs(
+            microbatch, data.temperatures[index], data.truncation[index]
+        )
         if routing is not None:
             agreeing += routing.agreeing()
-        log_softmax = logits.log_softmax(-1)
-        logprobs = select(log_softmax, microbatch)
 
         def of_microbatch(values: Tensor, index: Tensor = index) -> Tensor:
             return values[index].to(policy.device)
@@ -137,7 +137,7 @@ def accumulate_gradients(
             objective.clip,
         )
         if objective.entropy_coefficient:
-            values = values + objective.entropy_coefficient * entropy(log_softmax)
+            values = values + objective.entropy_coefficient * entropies
         if data.reference_logprobs is not None:
             reference = of_microbatch(data.reference_logprobs)
             kl = KL_ESTIMATORS[objective.kl_estimator](logprobs, old, reference)

@@ -97,15 +97,21 @@ DECISIONS = Table(
 
 MAINTENANCE = Table(
     name="maintenance",
-    description="What maintenance took out of a table for good, recorded before it goes.",
+    description="What maintenance took out of a table or of the store for good, recorded before it "
+    "goes.",
     columns=(
         required(
             "action",
             pa.string(),
-            "expire (rows that counted, older than the run's policy) or drop (a write that no "
-            "ledger row named within the grace period).",
+            "expire (rows that counted or checkpoints of trained batches, beyond the run's policy) "
+            "or drop (a write or a checkpoint that no ledger row named within the grace period).",
         ),
-        required("table_name", pa.string(), "Table that lost the rows; its partition is `cycle`."),
+        required(
+            "table_name",
+            pa.string(),
+            "Table that lost the rows; its partition is `cycle`. `checkpoints` where folders of "
+            "the store went.",
+        ),
         required("policy", pa.string(), "Key of the run file and its value that asked for it."),
         required("cutoff", TIMESTAMP, "Everything that went is older than this."),
         required("num_files", pa.int32(), "Files taken out."),
@@ -118,6 +124,11 @@ MAINTENANCE = Table(
             "expired if it stands here, else lost.",
         ),
         required("recorded_at", TIMESTAMP, "When."),
+        optional(
+            "checkpoints",
+            pa.list_(pa.string()),
+            "Paths of the checkpoints that went, as the ledger has them; NULL where rows went.",
+        ),
     ),
     sort_by=("table_name", "action", "recorded_at"),
     dictionary=("action", "table_name", "policy"),

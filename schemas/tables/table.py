@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import pyarrow as pa
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 """Bumped when a column or table is added; a reader refuses tables with a higher number."""
 
 TIMESTAMP = pa.timestamp("us", tz="UTC")

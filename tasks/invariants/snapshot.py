@@ -16,6 +16,7 @@ from schemas.tables import TABLES
 from tasks.lake.delta_log import TableLog
 from tasks.lake.lake import Lake
 from tasks.lake.reader import Database
+from tasks.maintain.checkpoints import expired_checkpoints
 from tasks.query import create_table, open_connection
 
 ADMISSIONS = """
@@ -57,7 +58,8 @@ class Snapshot:
     files alone; and `admissions`, `expired_writes` and
     `expired_trajectories`, recorded with a write that expired.
 
-    `unreadable` names each file that is not as the Delta log says, and why.
+    `unreadable` names each file that is not as the Delta log says, and why;
+    `expired_checkpoints` are what a policy took out of the store.
     """
 
     lake: Lake
@@ -67,6 +69,7 @@ class Snapshot:
     unreadable: list[str]
     num_files: int
     expired: frozenset[str]
+    expired_checkpoints: frozenset[str]
     connection: duckdb.DuckDBPyConnection
 
     def texts(self, sql: str) -> list[str]:
@@ -132,6 +135,7 @@ def read_snapshot(lake: Lake, run_id: str) -> Snapshot:
         unreadable=unreadable,
         num_files=num_files,
         expired=expired,
+        expired_checkpoints=expired_checkpoints(lake, run_id),
         connection=connection,
     )
 

@@ -52,22 +52,39 @@ def _opened(store: Storage) -> Iterator[RunStore]:
             yield BucketStore(store, Path(cache))
 
 
+def _kept(snapshot: Snapshot) -> list[dict[str, Any]]:
+    """The batch_trained rows whose checkpoint did not expire; the newest never does, and none
+    whose version is still to be published."""
+    trained = snapshot.of_kind("batch_trained")
+    published = {entry["version"] for entry in snapshot.of_kind("version_published")}
+    return [
+        entry
+        for entry in trained
+        if entry["checkpoint"] not in snapshot.expired_checkpoints
+        or entry is trained[-1]
+        or entry["batch"] not in published
+    ]
+
+
 def checkpoint_faults(store: Storage, snapshot: Snapshot) -> Iterator[str]:
-    """Each trained batch's checkpoint is whole and holds the values that the batch came to."""
+    """Each trained batch's checkpoint is whole and unchanged, moments included, and its masters are
+    the values that the batch came to; but for those that a policy let go."""
     run = store.child(snapshot.run_id)
-    for entry in snapshot.of_kind("batch_trained"):
+    for entry in _kept(snapshot):
         place = f"row {entry['seq']} (batch {entry['batch']})"
         try:
             with _opened(run) as opened:
                 folder = opened.get(entry["checkpoint"], checkpoints.MANIFEST)
-                batch = checkpoints.read_manifest(folder)["batch"]
+                manifest = checkpoints.read_manifest(folder)
+                for name in checkpoints.changed_files(folder, manifest):
+                    yield f"{place}: {entry['checkpoint']}/{name} was changed: its hash is another"
                 root = root_hash_of_stream(checkpoints.published_values(folder))
         except Exception as error:
             # Whatever damaged bytes make a reader say, the checkpoint is not what was written.
             yield f"{place}: {_first_line(error)}"
             continue
-        if batch != entry["batch"]:
-            yield f"{place}: {entry['checkpoint']} is of batch {batch}"
+        if manifest["batch"] != entry["batch"]:
+            yield f"{place}: {entry['checkpoint']} is of batch {manifest['batch']}"
         if root != entry["root_hash"]:
             yield f"{place}: {entry['checkpoint']} holds root hash {root}, not the ledger's"
 
@@ -106,6 +123,12 @@ def _first_line(error: Exception) -> str:
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
+def _checked(snapshot: Snapshot) -> str:
+    kept = len(_kept(snapshot))
+    expired = len(snapshot.of_kind("batch_trained")) - kept
+    return f"{kept} checkpoints, every byte hashed" + (f"; {expired} expired" if expired else "")
+
+
 PUBLICATIONS = Invariant(
     "publications",
     lambda s: list(publication_faults(s)),
@@ -120,7 +143,7 @@ def store_invariants(store: Storage) -> tuple[Invariant, ...]:
         Invariant(
             "checkpoints",
             lambda s: list(checkpoint_faults(store, s)),
-            lambda s: f"{len(s.of_kind('batch_trained'))} checkpoints, every value hashed",
+            _checked,
             fix,
         ),
         Invariant(

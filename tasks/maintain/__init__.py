@@ -1,4 +1,4 @@
-"""Maintenance of a lake: compact, expire by policy, drop what never counted, vacuum.
+"""Maintenance of a lake and its store: compact, expire by policy, drop what never counted, vacuum.
 
 It needs no lease and may run beside a controller: closed cycles alone are rewritten, no ledger row
 is ever taken away, and whatever the ledger may still name stays.
@@ -11,6 +11,12 @@ from datetime import datetime
 
 from schemas.config import MaintenanceSection
 from tasks.lake.lake import Lake
+from tasks.maintain.checkpoints import (
+    FOLDER,
+    CheckpointPlan,
+    plan_checkpoints,
+    remove_checkpoints,
+)
 from tasks.maintain.facts import run_policy
 from tasks.maintain.plan import Plan, plan_run
 from tasks.maintain.work import compact_files, delete_files, drop_writes, expire_rows, vacuum_plan
@@ -21,7 +27,7 @@ __all__ = ["Phases", "TableReport", "maintain_run", "run_policy"]
 
 @dataclass(frozen=True)
 class TableReport:
-    """What was done to a run's part of a table, or would be.
+    """What was done to a run's part of a table, or to its `checkpoints` in the store, or would be.
 
     `bytes_released` left the table and are freed by a vacuum once the grace period is over;
     `bytes_freed` were deleted now. `files_skipped` were changed by another maintenance meanwhile;
@@ -51,6 +57,10 @@ class Phases:
     look_for_garbage: Callable[
         [Lake, str, MaintenanceSection, datetime], dict[str, list[StoredFile]]
     ] = vacuum_plan
+    look_at_checkpoints: Callable[
+        [Lake, str, MaintenanceSection, datetime, str | None], CheckpointPlan | None
+    ] = plan_checkpoints
+    remove_checkpoints: Callable[[Lake, CheckpointPlan | None, datetime], None] = remove_checkpoints
     vacuum: Callable[[Lake, dict[str, list[StoredFile]]], None] = delete_files
 
 
@@ -62,21 +72,48 @@ def maintain_run(
     now: datetime,
     dry_run: bool = False,
     phases: Phases | None = None,
+    store_uri: str | None = None,
 ) -> list[TableReport]:
     """Maintains a run's part of the lake; a dry run only looks. One report a table with files.
 
     Another maintenance may be at work: what it changed meanwhile is left to the next one.
+    `store_uri` is where the run's store is now.
+
+    Raises:
+        ValueError: the lake was made before there was a table `maintenance`, or checkpoints are
+            to expire and the store does not hold the newest. Nothing was changed.
     """
     phases = phases or Phases()
     plan = phases.plan(lake, run_id, policy, now)
+    checkpoints = phases.look_at_checkpoints(lake, run_id, policy, now, store_uri)
     garbage = phases.look_for_garbage(lake, run_id, policy, now)
     skipped: Counter[str] = Counter()
     if not dry_run:
         skipped += phases.expire(lake, plan, now)
         skipped += phases.drop(lake, plan, now)
         skipped += phases.compact(lake, plan)
+        phases.remove_checkpoints(lake, checkpoints, now)
         phases.vacuum(lake, garbage)
-    return _reports(plan, garbage, skipped)
+    reports = _reports(plan, garbage, skipped)
+    if checkpoints is not None and checkpoints.num_files:
+        reports.append(_report_of(checkpoints))
+    return reports
+
+
+def _report_of(plan: CheckpointPlan) -> TableReport:
+    files = [file for group in plan.groups for file in group.files]
+    return TableReport(
+        run_id=plan.run_id,
+        table=FOLDER,
+        files_before=plan.num_files,
+        files_after=plan.num_files - len(files),
+        rows_expired=0,
+        rows_dropped=0,
+        bytes_released=0,
+        files_deleted=len(files),
+        bytes_freed=sum(file.size_bytes for file in files),
+        files_skipped=0,
+    )
 
 
 def _reports(

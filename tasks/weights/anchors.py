@@ -6,6 +6,7 @@ vLLM and transformers load an anchor as it is.
 import shutil
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from tasks.weights.folders import (
     write_folder,
 )
 from tasks.weights.hashing import hash_line, root_hash_of_stream, root_of_lines, tensor_hash
-from tasks.weights.safetensors_stream import write_safetensors
+from tasks.weights.safetensors_stream import is_head_of, write_safetensors
 
 ASSET_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 """Configuration and tokenizer files; code and pickled weights are never carried along."""
@@ -108,6 +109,7 @@ def iter_anchor(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     for name in expected:
         if name not in seen:
             raise refused(path, f"tensor {name} is missing")
+    check_files(path)
     lines = (hash_line(name, entry["shape"], entry["hash"]) for name, entry in expected.items())
     if root_of_lines(lines) != manifest["root_hash"]:
         raise refused(path, "its manifest does not add up to its root hash")
@@ -119,14 +121,41 @@ def iter_safetensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
     Raises:
         ValueError: the file is missing, truncated or no safetensors file.
     """
+    with open_weights(file) as opened:
+        for name in opened.offset_keys():
+            yield name, opened.get_tensor(name)
+
+
+@contextmanager
+def open_weights(file: Path) -> Iterator[Any]:  # safetensors does not export the type it opens
+    """A safetensors file, opened; `ValueError` if it is missing, truncated or damaged."""
+    if not file.is_file():
+        raise refused(file, "the file is missing")
     try:
         with safe_open(file, framework="pt") as opened:
-            for name in opened.offset_keys():
-                yield name, opened.get_tensor(name)
-    except FileNotFoundError as error:
-        raise refused(file, "the file is missing") from error
+            yield opened
     except SafetensorError as error:
         raise refused(file, f"the file is truncated or damaged ({error})") from error
+
+
+def check_files(anchor: Path) -> None:
+    """Raises `ValueError` if a file of an anchor is not the one that was published.
+
+    Of the weights only what precedes the tensors is read, since every tensor has a hash of its own.
+    """
+    manifest = read_manifest(anchor)
+    shapes = {name: entry["shape"] for name, entry in manifest["tensors"].items()}
+    for name, expected in manifest["files"].items():
+        file = anchor / name
+        if not file.is_file():
+            raise refused(anchor, f"{name} is missing")
+        whole = file.stat().st_size == expected["bytes"]
+        if name == MODEL_FILE:
+            whole = whole and is_head_of(file, shapes)
+        else:
+            whole = whole and file_hash(file) == expected["hash"]
+        if not whole:
+            raise refused(anchor, f"{name} is not the file that was published")
 
 
 def copy_assets(anchor: Path, to_dir: Path) -> None:

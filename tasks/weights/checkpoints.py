@@ -14,6 +14,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from tasks.weights.folders import file_hash
+
 FORMAT = 1
 MANIFEST = "manifest.json"
 _SHARDING_INFO = "DCP_SHARDING_INFO"
@@ -53,6 +55,24 @@ def read_manifest(folder: Path) -> dict[str, Any]:
                 "or resume from an earlier one."
             )
     return manifest
+
+
+def changed_files(folder: Path, manifest: dict[str, Any]) -> list[str]:
+    """Files that have not the BLAKE3 hash that the manifest gives, sorted; each is read once.
+
+    None in a checkpoint that was written before manifests had hashes.
+    """
+    hashes = manifest.get("hashes", {})
+    return [name for name, digest in sorted(hashes.items()) if file_hash(folder / name) != digest]
+
+
+def changed(path: Path) -> ValueError:
+    """What is said of a file that `changed_files` names."""
+    return ValueError(
+        f"{path} does not have the hash that its {MANIFEST} gives, so it was changed after it was "
+        "written; restore it from a backup, or, where it is run.cache's copy of a file in S3, "
+        "remove its folder, which is copied again."
+    )
 
 
 def read_masters(folder: Path) -> Iterator[tuple[str, Tensor]]:

@@ -24,6 +24,12 @@ PATCH_FILE = "model.patch"
 REBUILT = "rebuilt-weights"
 """Folder of a cache whose versions were made from an anchor and patches."""
 
+_UNSEALED = {
+    *("kind", "version", "parent", "root_hash", "rounded", "tensors", "files"),
+    *("num_parameters", "num_changed", "seconds"),
+}
+"""Keys of an anchor's manifest in stores whose anchors were not sealed yet."""
+
 
 @dataclass(frozen=True)
 class Publication:
@@ -52,7 +58,8 @@ def folder_name(version: int, lease: int) -> str:
 def write_folder(target: Path, action: str, fill: Callable[[Path], dict[str, Any]]) -> None:
     """Makes a folder; durable on return.
 
-    `fill` writes the files into the folder it is given, beside `target`, and returns the manifest.
+    `fill` writes the files into the folder it is given, beside `target`, and returns the manifest,
+    which is sealed here.
     `action` completes "Cannot ..." where the disk refuses. Whatever goes wrong, `target` does not
     appear.
     """
@@ -65,7 +72,7 @@ def write_folder(target: Path, action: str, fill: Callable[[Path], dict[str, Any
         building.mkdir()
         try:
             manifest = building / MANIFEST
-            manifest.write_text(manifest_text(fill(building)))
+            manifest.write_text(manifest_text(sealed(fill(building))))
             fsync_file(manifest)
             fsync_dir(building)
             os.rename(building, target)
@@ -79,15 +86,22 @@ def manifest_text(manifest: dict[str, Any]) -> str:
     return json.dumps(manifest, indent=1, sort_keys=True) + "\n"
 
 
+def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
+    """The manifest with the hash of all that it says otherwise."""
+    rest = {key: value for key, value in manifest.items() if key != "manifest_hash"}
+    return {**rest, "manifest_hash": blake3(manifest_text(rest).encode()).hexdigest()}
+
+
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a folder; nothing is verified.
+    """The manifest of a folder, as it was published; the files beside it are not looked at.
 
     Raises:
         ValueError: there is none, because the folder was interrupted or is no version, or it is
             damaged.
     """
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
+        data = (folder / MANIFEST).read_bytes()
+        manifest = json.loads(data)
     except FileNotFoundError as error:
         raise refused(
             folder, "it has no manifest, so it was interrupted or is no version"
@@ -96,15 +110,21 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise refused(folder, "its manifest is damaged") from error
     if not isinstance(manifest, dict):
         raise refused(folder, "its manifest is damaged")
+    if manifest.keys() != _UNSEALED and not _is_sealed(data):
+        raise refused(folder, "its manifest is not the one that was published")
     return manifest
 
 
-def load_publication(uri: str | Path) -> Publication:
-    """What the manifest of a version says; nothing is verified.
+def _is_sealed(data: bytes) -> bool:
+    """Whether no byte of a manifest differs from `manifest_text` of what `sealed` made."""
+    head, key, tail = data.partition(b'\n "manifest_hash": "')
+    seal, end, rest = tail[:64], tail[64:67], tail[67:]
+    digest = blake3(head + b"\n" + rest).hexdigest()
+    return bool(key) and end == b'",\n' and seal == digest.encode()
 
-    Raises:
-        ValueError: the folder has no manifest, because it was interrupted or is no version.
-    """
+
+def load_publication(uri: str | Path) -> Publication:
+    """What the manifest of a version says, as `read_manifest` reads it."""
     path = Path(uri).absolute()
     manifest = read_manifest(path)
     stored = MODEL_FILE if manifest["kind"] == "anchor" else PATCH_FILE

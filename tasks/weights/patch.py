@@ -18,10 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 from blake3 import blake3
-from safetensors import SafetensorError, safe_open
 
 from tasks.durable import fsync_file
-from tasks.weights.anchors import iter_anchor
+from tasks.weights.anchors import check_files, iter_anchor, open_weights
 from tasks.weights.folders import (
     MANIFEST,
     MODEL_FILE,
@@ -31,7 +30,6 @@ from tasks.weights.folders import (
     file_hash,
     folder_name,
     load_publication,
-    manifest_text,
     num_values,
     read_manifest,
     refused,
@@ -43,7 +41,6 @@ from tasks.weights.hashing import (
     root_hash_of_stream,
     root_of_lines,
     tensor_bytes,
-    tensor_hash,
 )
 from tasks.weights.patch_coding import Bits, Changes, apply, encode
 
@@ -78,22 +75,20 @@ def write_patch(
     def fill(building: Path) -> dict[str, Any]:
         before = read_manifest(parent)
         entries = _write_data(building / PATCH_FILE, tensors, parent, before["tensors"])
-        return _sealed(
-            {
-                "format": FORMAT,
-                "kind": "patch",
-                "version": version,
-                "parent": version - 1,
-                "parent_folder": parent.name,
-                "parent_root_hash": before["root_hash"],
-                "root_hash": _root_of(entries),
-                "num_parameters": num_values(entries),
-                "num_changed": sum(entry["num_changed"] for entry in entries),
-                "tensors": entries,
-                "files": {PATCH_FILE: describe_file(building / PATCH_FILE)},
-                "seconds": time.monotonic() - started,
-            }
-        )
+        return {
+            "format": FORMAT,
+            "kind": "patch",
+            "version": version,
+            "parent": version - 1,
+            "parent_folder": parent.name,
+            "parent_root_hash": before["root_hash"],
+            "root_hash": _root_of(entries),
+            "num_parameters": num_values(entries),
+            "num_changed": sum(entry["num_changed"] for entry in entries),
+            "tensors": entries,
+            "files": {PATCH_FILE: describe_file(building / PATCH_FILE)},
+            "seconds": time.monotonic() - started,
+        }
 
     write_folder(target, f"publish version {version} in {store}", fill)
     return load_publication(target)
@@ -107,17 +102,19 @@ def _write_data(
 ) -> list[dict[str, Any]]:
     """Writes every tensor's payload; what the manifest says about each."""
     entries = []
-    with safe_open(parent / MODEL_FILE, framework="pt") as opened, open(file, "xb") as data:
+    with open_weights(parent / MODEL_FILE) as opened, open(file, "xb") as data:
         for name, tensor in tensors:
             shape, parent_hash = list(tensor.shape), None
             before = np.zeros(tensor.numel(), np.uint16)
             if name in expected and expected[name]["shape"] == shape:
-                held = opened.get_tensor(name)
-                parent_hash = tensor_hash(held)
-                if parent_hash != expected[name]["hash"]:
-                    raise refused(parent, f"tensor {name} does not have the hash it should have")
-                before = _bits(held)
-            changes = encode(before, _bits(tensor))
+                parent_hash = expected[name]["hash"]
+                before = _bits(opened.get_tensor(name))
+            of_before, of_after = blake3(), blake3()
+            changes = encode(
+                before, _bits(tensor), of_before=of_before.update, of_after=of_after.update
+            )
+            if parent_hash not in (None, of_before.hexdigest()):
+                raise refused(parent, f"tensor {name} does not have the hash it should have")
             data.write(changes.payload)
             entries.append(
                 {
@@ -125,13 +122,23 @@ def _write_data(
                     "dtype": "bfloat16",
                     "shape": shape,
                     "parent_hash": parent_hash,
-                    "hash": tensor_hash(tensor),
+                    "hash": of_after.hexdigest(),
                     "num_changed": changes.num_changed,
                     "bytes": len(changes.payload),
                 }
             )
     fsync_file(file)
     return entries
+
+
+@dataclass(frozen=True)
+class Held:
+    """A tensor of a version, flat, and its hash, None where it is not known yet; `stored` bits are
+    those of a file, which are never written to."""
+
+    bits: Bits
+    hash: str | None
+    stored: bool = False
 
 
 @dataclass(frozen=True)
@@ -145,9 +152,6 @@ class Patch:
     def open(cls, folder: Path) -> "Patch":
         """Raises `ValueError` if a file is missing, torn or changed, or of a newer format."""
         manifest = read_manifest(folder)
-        # Compared as text, so that no byte of the file may differ.
-        if manifest_text(_sealed(manifest)) != (folder / MANIFEST).read_text():
-            raise refused(folder, "its manifest is not the one that was published")
         if manifest["format"] > FORMAT:
             raise ValueError(
                 f"{folder} has patch format {manifest['format']} and this version reads {FORMAT}; "
@@ -187,8 +191,9 @@ class Patch:
         """The shape of each tensor of this version."""
         return {name: entry["shape"] for name, (entry, _) in self._entries.items()}
 
-    def apply(self, name: str, held: tuple[Bits, str] | None) -> tuple[Bits, str] | None:
-        """A tensor of this version and its hash, made in place from the parent's.
+    def apply(self, name: str, held: Held | None) -> Held | None:
+        """A tensor of this version, made from the parent's: in place, or beside it where the parent
+        is `stored`.
 
         None stands for a tensor that a version does not have. Raises `ValueError` if the parent's
         or the result's hash is another.
@@ -197,22 +202,35 @@ class Patch:
             return None
         entry, offset = self._entries[name]
         if entry["parent_hash"] is None:
-            bits = np.zeros(num_values([entry]), np.uint16)
-        elif held is None or held[1] != entry["parent_hash"]:
-            raise refused(
-                self.folder, f"tensor {name} of its parent does not have the hash it should have"
-            )
-        elif entry["hash"] == held[1]:
+            held = Held(np.zeros(num_values([entry]), np.uint16), None, stored=False)
+        elif held is None or held.hash not in (None, entry["parent_hash"]):
+            raise self._wrong_parent(name)
+        elif entry["hash"] == held.hash and not held.stored:
             return held
-        else:
-            bits = held[0]
+        after = np.empty_like(held.bits) if held.stored else held.bits
+        unknown = held.stored and held.hash is None
+        of_before, of_after = blake3(), blake3()
+        changes = Changes(entry["num_changed"], self._data[offset : offset + entry["bytes"]])
         try:
-            apply(bits, Changes(entry["num_changed"], self._data[offset : offset + entry["bytes"]]))
+            apply(
+                held.bits,
+                changes,
+                after,
+                of_before=of_before.update if unknown else None,
+                of_after=of_after.update,
+            )
         except ValueError as error:
             raise refused(self.folder, f"tensor {name} cannot be decoded: {error}") from error
-        if (result := bits_hash(bits)) != entry["hash"]:
+        if unknown and of_before.hexdigest() != entry["parent_hash"]:
+            raise self._wrong_parent(name)
+        if (result := of_after.hexdigest()) != entry["hash"]:
             raise refused(self.folder, f"tensor {name} does not come to the hash it should have")
-        return bits, result
+        return Held(after, result)
+
+    def _wrong_parent(self, name: str) -> ValueError:
+        return refused(
+            self.folder, f"tensor {name} of its parent does not have the hash it should have"
+        )
 
     @cached_property
     def _data(self) -> mmap.mmap | bytes:
@@ -236,23 +254,18 @@ def patched_tensors(base: Path, patches: Sequence[Patch]) -> Iterator[tuple[str,
     for patch in patches:
         patch.refuse_another_parent(place, root)
         place, root = patch.folder, patch.manifest["root_hash"]
-    try:
-        with safe_open(base / MODEL_FILE, framework="pt") as opened:
-            names = set(opened.keys())
-            for entry in patches[-1].manifest["tensors"]:
-                name = entry["name"]
-                held: tuple[Bits, str] | None = None
-                if name in names:
-                    bits = _bits(opened.get_tensor(name)).copy()
-                    held = bits, bits_hash(bits)
-                for patch in patches:
-                    held = patch.apply(name, held)
-                assert held is not None, "the last patch has every tensor of its manifest"
-                yield name, _tensor(held[0], entry["shape"])
-    except FileNotFoundError as error:
-        raise refused(base, f"{MODEL_FILE} is missing") from error
-    except SafetensorError as error:
-        raise refused(base, f"{MODEL_FILE} is truncated or damaged ({error})") from error
+    check_files(base)
+    with open_weights(base / MODEL_FILE) as opened:
+        names = set(opened.keys())
+        for entry in patches[-1].manifest["tensors"]:
+            name = entry["name"]
+            held: Held | None = None
+            if name in names:
+                held = Held(_bits(opened.get_tensor(name)), None, stored=True)
+            for patch in patches:
+                held = patch.apply(name, held)
+            assert held is not None, "the last patch has every tensor of its manifest"
+            yield name, _tensor(held.bits, entry["shape"])
 
 
 def roots_along(base: Path, patches: Sequence[Patch]) -> Iterator[str | ValueError]:
@@ -264,7 +277,9 @@ def roots_along(base: Path, patches: Sequence[Patch]) -> Iterator[str | ValueErr
     lines: list[list[str]] = [[] for _ in (base, *patches)]
     shapes = [patch.shapes for patch in patches]
     sound, fault = 0, None
-    place, root = base, read_manifest(base)["root_hash"]
+    manifest = read_manifest(base)
+    hashes = {name: entry["hash"] for name, entry in manifest["tensors"].items()}
+    place, root = base, manifest["root_hash"]
     try:
         for patch in patches:
             patch.refuse_another_parent(place, root)
@@ -272,7 +287,7 @@ def roots_along(base: Path, patches: Sequence[Patch]) -> Iterator[str | ValueErr
     except ValueError as error:
         fault = error
 
-    def follow(name: str, held: tuple[Bits, str] | None) -> None:
+    def follow(name: str, held: Held | None) -> None:
         nonlocal sound, fault
         for number in range(sound):
             try:
@@ -281,25 +296,19 @@ def roots_along(base: Path, patches: Sequence[Patch]) -> Iterator[str | ValueErr
                 sound, fault = number, error
                 return
             if held is not None:
-                lines[number + 1].append(hash_line(name, shapes[number][name], held[1]))
+                assert held.hash is not None, "what a patch made was hashed"
+                lines[number + 1].append(hash_line(name, shapes[number][name], held.hash))
 
     known = set()
     for name, tensor in iter_anchor(base):
         known.add(name)
-        bits = _bits(tensor).copy()
-        held = bits, bits_hash(bits)
-        lines[0].append(hash_line(name, tensor.shape, held[1]))
-        follow(name, held)
+        lines[0].append(hash_line(name, tensor.shape, hashes[name]))
+        follow(name, Held(_bits(tensor), hashes[name], stored=True))
     for name in dict.fromkeys(name for of_patch in shapes for name in of_patch):
         if name not in known:
             follow(name, None)
     for number in range(len(lines)):
         yield root_of_lines(lines[number]) if number <= sound or fault is None else fault
-
-
-def bits_hash(bits: Bits) -> str:
-    """The hash of a tensor, as `tensor_hash`, from its bit patterns."""
-    return blake3(bits.view(np.uint8).data).hexdigest()
 
 
 def _bits(tensor: torch.Tensor) -> Bits:
@@ -313,9 +322,3 @@ def _tensor(bits: Bits, shape: Sequence[int]) -> torch.Tensor:
 
 def _root_of(entries: Sequence[dict[str, Any]]) -> str:
     return root_of_lines(hash_line(e["name"], e["shape"], e["hash"]) for e in entries)
-
-
-def _sealed(manifest: dict[str, Any]) -> dict[str, Any]:
-    """The manifest with the hash of all that it says otherwise."""
-    rest = {key: value for key, value in manifest.items() if key != "manifest_hash"}
-    return {**rest, "manifest_hash": blake3(manifest_text(rest).encode()).hexdigest()}

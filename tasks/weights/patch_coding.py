@@ -17,22 +17,28 @@ Coding is deterministic: the same two tensors make the same bytes with the same 
 """
 
 import struct
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 Bits = NDArray[np.uint16]
 """bf16 values as their bit patterns, flat."""
 
 BLOCK = 1 << 17
-"""Values compared at a time: what is derived from a block stays in a core's cache."""
+"""Values taken at a time: a block, and what is derived from it, stays in a core's cache."""
 
 LEVEL = 1
 """Of Zstandard: planes are noise to a match finder, and its entropy stage is the same above."""
 
 _LENGTH = struct.Struct("<I")
+
+
+Sink = Callable[[memoryview], object]
+"""Takes the bytes of a tensor part by part, in order; a hasher's `update`, mostly."""
 
 
 @dataclass(frozen=True)
@@ -54,47 +60,92 @@ def unordered(places: Bits) -> Bits:
     return places ^ (~_sign_mask(places) | np.uint16(0x8000))
 
 
-def encode(before: Bits, after: Bits) -> Changes:
-    """The changes from `before` to `after`, which have the same size."""
+def encode(
+    before: Bits, after: Bits, *, of_before: Sink | None = None, of_after: Sink | None = None
+) -> Changes:
+    """The changes from `before` to `after`, which have the same size.
+
+    The sinks get the bytes of each while they are in the cache.
+    """
     assert before.shape == after.shape, "changes are between tensors of one size"
-    gaps, distances = _compare(before, after)
+    gaps, distances = _compare(before, after, of_before, of_after)
     if len(gaps) == 0:
         return Changes(0, b"")
     planes = [*_to_planes(gaps), *_distance_planes(distances)]
     return Changes(len(gaps), b"".join(map(_pack, planes)))
 
 
-def apply(bits: Bits, changes: Changes) -> None:
-    """Turns `bits` into the tensor that the changes lead to, in place.
+def apply(
+    before: Bits,
+    changes: Changes,
+    after: Bits,
+    *,
+    of_before: Sink | None = None,
+    of_after: Sink | None = None,
+) -> None:
+    """Writes into `after` what the changes make of `before`, a tensor of the same size; both may be
+    one array, and then there is no `of_before`.
+
+    The sinks get the bytes of each while they are in the cache.
 
     Raises:
         ValueError: the payload is not what `encode` makes of so many changes in such a tensor;
-            `bits` may then be half changed.
+            `after` may then be half changed.
     """
-    if changes.num_changed == 0 and not changes.payload:
-        return
-    if not 0 < changes.num_changed <= len(bits):
-        raise ValueError(f"{changes.num_changed} changes do not fit {len(bits)} values")
-    num_changed = changes.num_changed
-    gaps, offset = _from_planes(changes.payload, 0, num_changed, _gap_dtype(len(bits)))
-    distances, offset = _read_distances(changes, offset)
-    if offset != len(changes.payload):
-        raise ValueError("it is longer than its planes")
+    assert after is not before or of_before is None, "parts of `before` are gone when it is asked"
+    num_changed, size = changes.num_changed, len(before)
+    if (num_changed or changes.payload) and not 0 < num_changed <= size:
+        raise ValueError(f"{num_changed} changes do not fit {size} values")
+    done = 0
+
+    def take_over(stop: int) -> None:
+        if after is not before:
+            _give(before[done:stop], of_before)
+            after[done:stop] = before[done:stop]
+
+    if num_changed:
+        # As many changes at a time as lie in a block of values.
+        step = max(1024, BLOCK * num_changed // size)
+        gaps, offset = _from_planes(changes.payload, 0, num_changed, _gap_dtype(size))
+        distances, offset = _read_distances(changes, offset)
+        if offset != len(changes.payload):
+            raise ValueError("it is longer than its planes")
+        for start, positions in _positions(gaps, size, step):
+            stop = int(positions[-1]) + 1
+            take_over(stop)
+            places = ordered(after.take(positions, mode="clip"))
+            places += distances[start : start + step]
+            after[positions] = unordered(places)
+            _give(after[done:stop], of_after)
+            done = stop
+    take_over(size)
+    _give(after[done:], of_after)
+
+
+def _give(part: Bits, sink: Sink | None) -> None:
+    if sink is not None:
+        sink(part.view(np.uint8).data)
+
+
+def _positions(gaps: NDArray[Any], size: int, step: int) -> Iterator[tuple[int, NDArray[np.int64]]]:
+    """Where the changes lie, `step` at a time behind the number of the first; `ValueError` if one
+    is outside of a tensor of `size` values."""
     position = -1
-    for start in range(0, len(gaps), BLOCK):
+    for start in range(0, len(gaps), step):
+        block = gaps[start : start + step]
         # A sum of BLOCK gaps below 2^40 cannot wrap around to a place inside the tensor.
-        block = gaps[start : start + BLOCK].astype(np.int64)
-        if block.min() < 0 or block.max() >= len(bits):
+        if block.max() >= size:
             raise ValueError("a gap is longer than the tensor")
-        block += 1
-        block[0] += position
-        positions = np.cumsum(block, out=block)
+        positions = block.astype(np.int64)
+        positions += 1
+        positions[0] += position
+        # NumPy's takes six times as long.
+        summed = torch.from_numpy(positions)
+        torch.cumsum(summed, 0, out=summed)
         position = int(positions[-1])
-        if position >= len(bits):
+        if position >= size:
             raise ValueError("a change lies outside the tensor")
-        places = ordered(bits[positions])
-        places += distances[start : start + BLOCK]
-        bits[positions] = unordered(places)
+        yield start, positions
 
 
 def _sign_mask(bits: Bits) -> Bits:
@@ -104,11 +155,12 @@ def _sign_mask(bits: Bits) -> Bits:
 
 def _distance_planes(distances: Bits) -> list[NDArray[np.uint8]]:
     """Signs, whether each is more than one, and two less than the sizes of those."""
-    signs = _sign_mask(distances)
-    sizes = (distances ^ signs) - signs
+    signed = distances.view(np.int16)
+    # The size of -32,768 is itself, which without a sign is 32,768.
+    sizes = np.abs(signed).view(np.uint16)
     large = sizes > 1
-    rest = sizes[large] - np.uint16(2)
-    return [np.packbits(signs.view(np.int16) < 0), np.packbits(large), *_to_planes(rest)]
+    rest = sizes.take(np.flatnonzero(large)) - np.uint16(2)
+    return [np.packbits(signed < 0), np.packbits(large), *_to_planes(rest)]
 
 
 def _read_distances(changes: Changes, offset: int) -> tuple[Bits, int]:
@@ -118,36 +170,51 @@ def _read_distances(changes: Changes, offset: int) -> tuple[Bits, int]:
     packed, offset = _unpack(payload, offset, num_bytes)
     negative = np.unpackbits(packed, count=num_changed)
     packed, offset = _unpack(payload, offset, num_bytes)
-    sizes = np.unpackbits(packed, count=num_changed).astype(np.uint16)
-    large = np.flatnonzero(sizes)
+    more_than_one = np.unpackbits(packed, count=num_changed)
+    large = np.flatnonzero(more_than_one.view(np.bool_))
+    sizes = more_than_one.astype(np.uint16)
     sizes += np.uint16(1)
     if len(large):
         rest, offset = _from_planes(payload, offset, len(large), np.uint16)
         sizes[large] += rest
     signs = np.uint16(0) - negative
-    return (sizes ^ signs) - signs, offset
+    sizes ^= signs
+    sizes -= signs
+    return sizes, offset
 
 
 def _gap_dtype(size: int) -> Any:
     return np.uint32 if size < 1 << 32 else np.uint64
 
 
-def _compare(before: Bits, after: Bits) -> tuple[NDArray[Any], Bits]:
+def _compare(
+    before: Bits, after: Bits, of_before: Sink | None = None, of_after: Sink | None = None
+) -> tuple[NDArray[Any], Bits]:
     """The gap before each value that differs, and the distance it went."""
     dtype = _gap_dtype(len(before))
     gaps, distances = [np.empty(0, dtype)], [np.empty(0, np.uint16)]
-    # One buffer for all blocks, since fresh memory costs more than the comparison.
-    flags = np.zeros(BLOCK, np.bool_)
+    # Buffers for all blocks, since fresh memory costs more than what is done with it.
+    width = min(BLOCK, -(-len(before) // 8) * 8)
+    flags, pairs = np.zeros(width, np.bool_), np.empty((2, width), np.uint16)
     last = -1
     for start in range(0, len(before), BLOCK):
         old, new = before[start : start + BLOCK], after[start : start + BLOCK]
+        _give(old, of_before)
+        _give(new, of_after)
         np.not_equal(old, new, out=flags[: len(old)])
         flags[len(old) :] = False
         found = _true_positions(flags)
-        if len(found) == 0:
+        if (count := len(found)) == 0:
             continue
-        distances.append(ordered(new[found]) - ordered(old[found]))
-        gaps.append((np.diff(found, prepend=last - start) - 1).astype(dtype))
+        places = pairs[:, :count]
+        old.take(found, out=places[0], mode="clip")
+        new.take(found, out=places[1], mode="clip")
+        places = ordered(places)
+        distances.append(places[1] - places[0])
+        steps = np.empty(count, np.int64)
+        np.subtract(found[1:], found[:-1], out=steps[1:])
+        steps[0] = found[0] + (start - last)
+        gaps.append((steps - 1).astype(dtype))
         last = start + int(found[-1])
     return np.concatenate(gaps), np.concatenate(distances)
 
@@ -157,8 +224,12 @@ def _true_positions(flags: NDArray[np.bool_]) -> NDArray[np.int64]:
     once, then only into those eights that have one."""
     eights = flags.view(np.uint64)
     some = np.flatnonzero(eights != 0)
-    within = np.flatnonzero(eights[some].view(np.bool_))
-    return (some[within >> 3] << 3) | (within & 7)
+    within = np.flatnonzero(eights.take(some, mode="clip").view(np.bool_))
+    positions = some.take(within >> 3, mode="clip")
+    positions <<= 3
+    within &= 7
+    positions |= within
+    return positions
 
 
 def _to_planes(values: NDArray[Any]) -> list[NDArray[np.uint8]]:
@@ -166,8 +237,11 @@ def _to_planes(values: NDArray[Any]) -> list[NDArray[np.uint8]]:
     planes = []
     while len(values):
         goes_on = values > 0x7F
-        planes.append((values & 0x7F).astype(np.uint8) | (goes_on.view(np.uint8) << 7))
-        values = values[goes_on] >> 7
+        plane = values.astype(np.uint8)
+        plane &= np.uint8(0x7F)
+        plane |= goes_on.view(np.uint8) * np.uint8(0x80)
+        planes.append(plane)
+        values = values.take(np.flatnonzero(goes_on)) >> 7
     return planes
 
 

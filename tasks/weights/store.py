@@ -7,6 +7,8 @@ folder copies it into a cache on its own machine first.
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -14,7 +16,8 @@ from typing import Protocol
 from blake3 import blake3
 
 from schemas.config import RunConfig
-from tasks.storage import LocalStorage, open_storage
+from tasks.durable import fsync_dir
+from tasks.storage import LocalStorage, Storage, StoredFile, open_storage
 from tasks.storage.s3 import S3Storage
 
 
@@ -51,6 +54,14 @@ class RunStore(Protocol):
         """A folder on this machine; one without its manifest is left for the reader to refuse."""
         ...
 
+    def walk(self, relative: str) -> Iterator[StoredFile]:
+        """Every stored file below a folder, in no promised order."""
+        ...
+
+    def remove(self, relative: str, manifest: str) -> None:
+        """Deletes a folder, its manifest first, so that what is left never looks whole."""
+        ...
+
 
 @dataclass(frozen=True)
 class DiskStore:
@@ -69,6 +80,16 @@ class DiskStore:
 
     def get(self, relative: str, manifest: str) -> Path:
         return self.folder / relative
+
+    def walk(self, relative: str) -> Iterator[StoredFile]:
+        return LocalStorage(self.folder).walk(relative)
+
+    def remove(self, relative: str, manifest: str) -> None:
+        # Another maintenance may be deleting the same folder.
+        with suppress(FileNotFoundError):
+            _delete(LocalStorage(self.folder), relative, manifest)
+            (self.folder / relative).rmdir()
+            fsync_dir((self.folder / relative).parent)
 
 
 @dataclass(frozen=True)
@@ -120,6 +141,18 @@ class BucketStore:
             shutil.rmtree(copying)
             assert (target / manifest).is_file(), f"{target} cannot be replaced"
         return target
+
+    def walk(self, relative: str) -> Iterator[StoredFile]:
+        return self.storage.walk(relative)
+
+    def remove(self, relative: str, manifest: str) -> None:
+        _delete(self.storage, relative, manifest)
+        shutil.rmtree(self.folder / relative, ignore_errors=True)
+
+
+def _delete(storage: Storage, relative: str, manifest: str) -> None:
+    storage.delete([f"{relative}/{manifest}"])
+    storage.delete([file.path for file in storage.walk(relative)])
 
 
 def open_store(config: RunConfig) -> RunStore:

@@ -199,8 +199,10 @@ def test_a_run_goes_on_after_maintenance_as_if_nothing_had_been(
     assert first.returncode == 0, first.stderr
     before, tokens = answers(run), trajectory_tokens(run.lake, RUN_ID, None)
     assert all(before.values())
-    maintain(run, "--json")
+    maintain(run, "--json", "--set", "maintenance.keep_checkpoints=1")
     assert len(run.lake.files("ledger", run_id=RUN_ID, cycle=0)) == 1
+    (kept,) = (run.root / "store" / RUN_ID / "checkpoints").iterdir()
+    assert kept.name.startswith("b00000002-") and run.broken_invariants() == []
     assert_same(answers(run), before)
     assert trajectory_tokens(run.lake, RUN_ID, None) == tokens
     settings = ("maintenance.tokens_days=90", "maintenance.routing_days=7")
@@ -212,6 +214,7 @@ def test_a_run_goes_on_after_maintenance_as_if_nothing_had_been(
     assert "routing_days 7, tokens_days 90, requests_days kept for good" in maintain(
         run, "--dry-run"
     )
+    assert len(list(kept.parent.iterdir())) == 3 and run.broken_invariants() == []
     expiry = MaintenanceSection(tokens_days=1)
     maintain_run(run.lake, RUN_ID, expiry, now=datetime.now(UTC) + timedelta(days=2))
     with pytest.raises(ValueError, match=r"expired on .* \(maintenance.tokens_days = 1\)"):

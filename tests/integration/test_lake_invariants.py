@@ -6,14 +6,17 @@ import struct
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
 from deltalake import DeltaTable, write_deltalake
 
+from schemas.config import MaintenanceSection
 from tasks.invariants import check_lake
 from tasks.lake.lake import Lake
+from tasks.maintain import maintain_run
 from tasks.storage import open_storage
 from tests.delta_readers import READERS, assert_agree
 from tests.tiny_run import REPOSITORY, ROLLHOUSE, RUN_ID, TinyRun
@@ -96,12 +99,12 @@ def negate(path: Path, at: int) -> None:
     path.write_bytes(data)
 
 
-def change_master(path: Path) -> None:
-    """Negates the first value of a checkpoint's first master, which is float32."""
+def change_checkpoint(path: Path, kind: str) -> None:
+    """Negates the first value of a checkpoint's first master or moment, which is float32."""
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         header = json.loads(file.read(length))
-    start = min(h["data_offsets"][0] for name, h in header.items() if name.startswith("master."))
+    start = min(h["data_offsets"][0] for name, h in header.items() if name.startswith(f"{kind}."))
     negate(path, 8 + length + start + 3)
 
 
@@ -266,9 +269,14 @@ DAMAGES: dict[str, tuple[Callable[[Copy], object], set[str], str]] = {
         "has 0 publications rows",
     ),
     "checkpoint edited": (
-        lambda c: change_master(c.stored("checkpoints/*/*.safetensors")),
+        lambda c: change_checkpoint(c.stored("checkpoints/*/*.safetensors"), "master"),
         {"checkpoints"},
         "holds root hash",
+    ),
+    "moment edited": (
+        lambda c: change_checkpoint(c.stored("checkpoints/*/*.safetensors"), "exp_avg_sq"),
+        {"checkpoints"},
+        "was changed: its hash is another",
     ),
     "checkpoint without manifest": (
         lambda c: c.stored("checkpoints/*/manifest.json").unlink(),
@@ -315,6 +323,23 @@ def test_damage_is_named(copy: Copy, name: str):
     found = copy.findings()
     assert found.keys() == invariants, found
     assert any(text in line for line in found.values()), found
+
+
+def test_a_checkpoint_that_expired_is_not_missed_and_the_newest_is(copy: Copy):
+    lake, store = Lake.open(copy.uri), str(copy.root / "store")
+    policy = MaintenanceSection(keep_checkpoints=1)
+    maintain_run(lake, RUN_ID, policy, now=datetime.now(UTC), store_uri=store)
+    assert len(list((copy.root / "store" / RUN_ID / "checkpoints").iterdir())) == 1
+    held = {f.invariant: f.found for f in check_lake(lake, store_uri=store)}
+    assert copy.findings() == {}
+    assert held["checkpoints"] == "1 checkpoints, every byte hashed; 1 expired"
+    newest = copy.stored("checkpoints/*")
+    # Whatever is recorded of it, a run cannot go on without it.
+    where = "table_name = 'checkpoints'"
+    copy.update("maintenance", where, checkpoints=f"make_array('checkpoints/{newest.name}')")
+    shutil.rmtree(newest)
+    faults = copy.findings()["checkpoints"]
+    assert "(batch 1)" in faults and "(batch 2)" in faults
 
 
 @pytest.mark.parametrize(

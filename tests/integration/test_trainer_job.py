@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from trainer_world import FIRST, SECOND, TEMPERATURE, World, finish
+from safetensors import safe_open
+from trainer_world import FIRST, OBSERVATION, PROMPT, SECOND, TEMPERATURE, World, finish
 from transformers import AutoModelForCausalLM
 
 from tasks.weights.checkpoints import published_values
@@ -78,9 +79,21 @@ def test_steps_say_what_was_done(trained):
     assert scores.column("write_id")[0] != steps.column("write_id")[0]
 
 
+def _forwarded_once(world: World, ids: list[str]) -> tuple[int, int, int]:
+    """Tokens, pairs of tokens and predicting positions of a group's contexts, each counted once."""
+    contexts: dict[str, list[int]] = {}
+    for row in world.lake.read("segments", run_id="tiny").to_pylist():
+        contexts.setdefault(row["trajectory_id"], []).extend(row["token_ids"])
+    turn = PROMPT + FIRST + OBSERVATION
+    read = {tuple(contexts[name][:size]) for name in ids for size in range(1, turn + SECOND)}
+    before_actions = {*range(PROMPT, PROMPT + FIRST), *range(turn, turn + SECOND)}
+    positions = sum(len(prefix) in before_actions for prefix in read)
+    return len(read), sum(map(len, read)), positions
+
+
 def test_steps_say_what_a_claim_about_them_needs(trained):
-    _, _, _, steps = trained
-    for row in steps.to_pylist():
+    world, ids, _, steps = trained
+    for number, row in enumerate(steps.to_pylist()):
         assert dict(row["composition"]) == {
             "environment/tiny": 8,
             "finish_reason/stop": 8,
@@ -93,10 +106,12 @@ def test_steps_say_what_a_claim_about_them_needs(trained):
         assert row["hardware"] == "1 CPU threads"
         assert f"torch {torch.__version__}" in row["software"] and row["processor"]
         assert row["mfu"] is None
-        # 13 of 14 tokens are forwarded; 16 x 8 x 4 + 16 x 16 weights of attention a layer.
+        # 16 x 8 x 4 + 16 x 16 weights of attention a layer. A row has room for one group of 4.
         weights = 2 * (16 * 8 * 4 + 16 * 16 + 3 * 16 * 24)
-        pairs = 13 * 14 // 2
-        forward = 8 * (2 * weights * 13 + 2 * 32 * 16 * (FIRST + SECOND) + 4 * 2 * 8 * 2 * pairs)
+        groups = [ids[8 * number :][:4], ids[8 * number :][4:8]]
+        forward = 0
+        for tokens, pairs, positions in (_forwarded_once(world, group) for group in groups):
+            forward += 2 * weights * tokens + 2 * 32 * 16 * positions + 4 * 2 * 8 * 2 * pairs
         assert row["model_flops"] == 3 * forward
 
 
@@ -205,3 +220,23 @@ def test_a_missing_checkpoint_has_a_clear_message(tmp_path):
     )
     error = finish(world.start(until_batch=2), code=1)
     assert "is not a complete checkpoint: it has no manifest.json; resume from the one" in error
+
+
+def test_a_changed_moment_is_refused_before_anything_is_trained(tmp_path):
+    world = World.create(tmp_path)
+    admission = world.admit(1, world.record(range(4)))
+    job = world.start(until_batch=1)
+    world.accept(1, admission, world.wait_for(job, "scores", f"admission = {admission}"))
+    steps = world.wait_for(job, "steps", "batch = 1")
+    world.trained(1, steps)
+    finish(job)
+    (shard,) = (world.store / steps.to_pylist()[-1]["checkpoint"]).glob("*.safetensors")
+    with safe_open(shard, "pt") as file:
+        moment = file.get_tensor("exp_avg.model.norm.weight").numpy().tobytes()
+    data = shard.read_bytes()
+    assert data.count(moment) == 1
+    shard.write_bytes(data.replace(moment, bytes([moment[0] ^ 1]) + moment[1:]))
+    world.admit(2, world.record(range(4, 8)))
+    error = finish(world.start(until_batch=2), code=1)
+    assert f"{shard} does not have the hash that its manifest.json gives" in error
+    assert len(world.written("steps", "true")) == 2 and len(world.written("scores", "true")) == 32

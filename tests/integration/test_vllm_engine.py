@@ -17,6 +17,7 @@ from tasks.engines.probe import probe
 from tasks.engines.protocol import EngineLost, EngineTimeout, Request, Sampling
 from tasks.recorder import Recorder
 from tasks.rollout import RolloutContext, _sample_turn
+from tasks.weights.folders import manifest_text, sealed
 from tests.engine_models import VOCAB, prompts, recomputed_logprobs
 from tests.vllm_world import (
     CANARY,
@@ -209,7 +210,7 @@ def flip_a_byte(folder: Path) -> None:
 
 def claim_another_parent(folder: Path) -> None:
     file = folder / "rollhouse-manifest.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"parent": 7}))
+    file.write_text(manifest_text(sealed(json.loads(file.read_text()) | {"parent": 7})))
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 
 from tasks.lake import Lake
 from tests.small_run import RUN, SmallRun
+from tests.stored_run import StoredRun
 
 
 @pytest.fixture
@@ -36,6 +37,10 @@ def maintain(run: SmallRun, *options: str, **environment: str) -> subprocess.Com
             ["--set", "maintenance.tokens_days=0"],
             "maintenance.tokens_days: input should be greater",
         ),
+        (
+            ["--set", "maintenance.keep_checkpoints=0"],
+            "maintenance.keep_checkpoints: input should be greater",
+        ),
         (["--set", "maintenance.grace_hours=0.5"], "maintenance.grace_hours: input should be"),
         (["--set", "run.seed=1"], "only keys of [maintenance] can be set here"),
     ],
@@ -57,6 +62,7 @@ def test_it_prints_what_it_did_to_each_table(run: SmallRun):
     assert planned.returncode == 0, planned.stderr
     assert "Run demo (dry run, nothing was changed)" in planned.stdout
     assert "tokens_days kept for good" in planned.stdout and "grace_hours 168" in planned.stdout
+    assert "keep_checkpoints all" in planned.stdout
     assert len(run.lake.files("segments", run_id=RUN)) == 2
     done = maintain(run, "--json")
     assert done.returncode == 0, done.stderr
@@ -71,3 +77,27 @@ def test_as_a_flow_it_does_the_same(run: SmallRun, tmp_path: Path):
     assert done.returncode == 0, done.stderr
     assert len(run.lake.files("segments", run_id=RUN)) == 1
     assert {row["files_skipped"] for row in json.loads(done.stdout)} == {0}
+
+
+@pytest.mark.parametrize("options", [(), ("--prefect",)])
+def test_checkpoints_go_by_policy(tmp_path: Path, options: tuple[str, ...]):
+    stored = StoredRun.create(tmp_path)
+    stored.train(1, 2, 3)
+    keep = ("--set", "maintenance.keep_checkpoints=1")
+    environment = {"PREFECT_HOME": str(tmp_path / "prefect")}
+    done = maintain(stored.run, *keep, *options, "--json", **environment)
+    assert done.returncode == 0, done.stderr
+    (report,) = [row for row in json.loads(done.stdout) if row["table"] == "checkpoints"]
+    assert (report["files_before"], report["files_after"], report["files_deleted"]) == (9, 3, 6)
+    assert stored.whole() == {3}
+
+
+def test_a_store_elsewhere_is_one_sentence(tmp_path: Path):
+    stored = StoredRun.create(tmp_path)
+    stored.train(1, 2)
+    done = maintain(
+        stored.run, "--set", "maintenance.keep_checkpoints=1", "--store", str(tmp_path / "other")
+    )
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert "other does not hold the checkpoint of batch 2, which run demo goes on" in done.stderr
+    assert stored.whole() == {1, 2}

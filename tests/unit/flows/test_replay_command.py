@@ -9,6 +9,7 @@ import pytest
 
 from flows.cli import main
 from tasks.lake import Lake, take_lease
+from tasks.replay import plan_replay
 from tests.small_run import RUN, SmallRun
 from tests.tiny_run import TinyRun
 
@@ -115,3 +116,20 @@ def test_no_way_back(run: SmallRun, tmp_path: Path, refusal: Callable[..., str])
         shutil.rmtree(tmp_path / "store" / RUN / checkpoint(batch))
     sentence = "Batch 3 has no way back: the checkpoint of batch 1 is gone, and its tokens"
     assert sentence in refusal(run, "--step", "5")
+
+
+def test_no_way_back_since_the_checkpoint_expired(
+    run: SmallRun, tmp_path: Path, refusal: Callable[..., str]
+):
+    row = {"action": "expire", "table_name": "checkpoints", "policy": "keep_checkpoints = 1"}
+    run.append("maintenance", [row | {"checkpoints": [checkpoint(1), checkpoint(2)]}])
+    for batch in (1, 2):
+        shutil.rmtree(tmp_path / "store" / RUN / checkpoint(batch))
+    lake, config = run.lake, TinyRun(tmp_path, tmp_path, (f"run.run_id={RUN}",)).config
+    (item,) = plan_replay(lake, config, [3])
+    assert (item.start, item.missing) == (0, None), "version 0 is a way back"
+    expire(run, 0, "segments")
+    assert refusal(run, "--step", "5") == (
+        "rollhouse: Batch 3 has no way back: the checkpoint of batch 1 and its tokens, scores or routing "
+        'expired by policy; `rollhouse sql "FROM maintenance"` says when.'
+    )

@@ -93,6 +93,23 @@ def trainer(**options: Any) -> TrainerSection:
         ({"kl_estimator": "k3"}, ["kl_estimator has no effect", "kl_coefficient"]),
         ({"kl_coefficient": -0.1, "reference_version": 0}, ["trainer.kl_coefficient", "-0.1"]),
         ({"entropy_coefficient": -0.1}, ["trainer.entropy_coefficient", "-0.1"]),
+        ({"warmup_steps": -1}, ["trainer.warmup_steps", "-1"]),
+        (
+            {"decay_steps": 100},
+            ['decay_steps has no effect with learning_rate_schedule = "constant"', '"cosine"'],
+        ),
+        (
+            {"min_learning_rate": 1e-5},
+            ["min_learning_rate has no effect", "remove it", '"linear"'],
+        ),
+        (
+            {"learning_rate_schedule": "cosine"},
+            ['learning_rate_schedule = "cosine" has no end', "give decay_steps"],
+        ),
+        (
+            {"learning_rate_schedule": "linear", "decay_steps": 99, "min_learning_rate": 1e-4},
+            ["min_learning_rate = 0.0001 is not below learning_rate = 0.0001", '"constant"'],
+        ),
     ],
 )
 def test_options_without_sense_are_refused(options: dict[str, Any], parts: list[str]):
@@ -111,6 +128,17 @@ def test_a_group_reduction_needs_whole_groups_in_a_minibatch():
     text = message(data)
     assert "minibatches of 2 trajectories cut groups of 4" in text
     assert "batch.minibatches" in text
+
+
+def test_steps_whose_rate_would_be_zero_are_refused():
+    # 2 cycles of 3 batches of 2 minibatches: 12 optimizer steps.
+    options = {"learning_rate_schedule": "linear", "warmup_steps": 2, "decay_steps": 10}
+    assert trainer(**options).min_learning_rate == 0.0
+    options["decay_steps"] = 9
+    text = message(with_trainer(**options))
+    assert "the learning rate is 0 from optimizer step 12 on, and the run takes 12" in text
+    assert "a min_learning_rate above 0, or lower run.num_cycles" in text
+    assert trainer(**options, min_learning_rate=1e-6).decay_steps == 9
 
 
 def test_what_is_not_given_follows_the_loss():

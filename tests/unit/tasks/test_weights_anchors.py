@@ -9,7 +9,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from tasks.weights.anchors import read_anchor, write_anchor
-from tasks.weights.folders import MANIFEST, MODEL_FILE, load_publication
+from tasks.weights.folders import (
+    MANIFEST,
+    MODEL_FILE,
+    load_publication,
+    manifest_text,
+    sealed,
+)
 from tasks.weights.hashing import root_hash
 from tasks.weights.importing import import_anchor
 from tasks.weights.store import DiskStore
@@ -146,12 +152,29 @@ def test_missing_additional_and_reshaped_tensors_are_refused(tmp_path: Path, ass
 def test_manifest_must_add_up(tmp_path: Path, assets: Path):
     publication = publish(tmp_path, assets)
     path = Path(publication.uri) / MANIFEST
-    manifest = json.loads(path.read_text())
-    path.write_text(json.dumps({**manifest, "root_hash": "0" * 64}))
+    manifest = {**json.loads(path.read_text()), "root_hash": "0" * 64}
+    path.write_text(manifest_text(manifest))
+    with pytest.raises(ValueError, match="not the one that was published"):
+        read_anchor(publication.uri)
+    path.write_text(manifest_text(sealed(manifest)))
     with pytest.raises(ValueError, match="does not add up"):
         read_anchor(publication.uri)
     path.write_text(path.read_text()[:-10])
     with pytest.raises(ValueError, match="manifest is damaged"):
+        read_anchor(publication.uri)
+
+
+def test_an_anchor_from_before_manifests_were_sealed_is_read(tmp_path: Path, assets: Path):
+    publication = publish(tmp_path, assets)
+    path = Path(publication.uri) / MANIFEST
+    manifest = json.loads(path.read_text())
+    del manifest["manifest_hash"]
+    path.write_text(manifest_text(manifest))
+    assert root_hash(read_anchor(publication.uri)) == root_hash(TENSORS)
+    assert load_publication(publication.uri) == publication
+    # A seal is not taken off by damaging its name.
+    path.write_text(manifest_text({**manifest, "manifest_hasi": "0" * 64}))
+    with pytest.raises(ValueError, match="not the one that was published"):
         read_anchor(publication.uri)
 
 

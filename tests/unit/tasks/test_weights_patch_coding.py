@@ -1,4 +1,5 @@
 import struct
+from functools import partial
 from math import log2
 
 import numpy as np
@@ -21,8 +22,19 @@ def bits_of(*values: float) -> np.ndarray:
 
 
 def applied(before: np.ndarray, changes: Changes) -> np.ndarray:
-    after = before.copy()
-    apply(after, changes)
+    """The result, in place and beside `before`, which both see the same bytes."""
+    after, beside = before.copy(), np.empty_like(before)
+    parts: list[list[bytes]] = [[], [], []]
+    seen = [lambda part, into=into: into.append(bytes(part)) for into in parts]
+    apply(after, changes, after, of_after=seen[0])
+    kept = before.copy()
+    apply(before, changes, beside, of_before=seen[1], of_after=seen[2])
+    assert (before == kept).all() and (beside == after).all()
+    assert [b"".join(part) for part in parts] == [
+        after.tobytes(),
+        before.tobytes(),
+        after.tobytes(),
+    ]
     return after
 
 
@@ -77,7 +89,13 @@ def test_coding_is_the_inverse_of_applying(data: st.DataObject):
     pair = [data.draw(arrays(np.uint16, size)) for _ in range(2)]
     same = data.draw(arrays(np.bool_, size))
     before, after = pair[0], np.where(same, pair[0], pair[1])
-    changes = encode(before, after)
+    seen = [b"", b""]
+
+    def saw(which: int, part: memoryview) -> None:
+        seen[which] += bytes(part)
+
+    changes = encode(before, after, of_before=partial(saw, 0), of_after=partial(saw, 1))
+    assert seen == [before.tobytes(), after.tobytes()]
     assert changes.num_changed == (before != after).sum()
     assert (applied(before, changes) == after).all()
     assert encode(before, after) == changes
@@ -124,16 +142,16 @@ def test_a_payload_that_was_not_made_for_the_tensor_is_refused():
     after = np.where(rng.random(5000) < 0.1, before ^ 3, before)
     changes = encode(before, after)
     with pytest.raises(ValueError, match="outside the tensor"):
-        apply(before[:4000].copy(), changes)
+        applied(before[:4000], changes)
     with pytest.raises(ValueError, match="do not fit"):
-        apply(before[:10].copy(), changes)
+        applied(before[:10], changes)
     with pytest.raises(ValueError, match="longer than its planes"):
-        apply(before.copy(), Changes(changes.num_changed, changes.payload + b"\0"))
+        applied(before, Changes(changes.num_changed, changes.payload + b"\0"))
     with pytest.raises(ValueError, match="no Zstandard frame of its size"):
-        apply(before.copy(), Changes(changes.num_changed - 1, changes.payload))
+        applied(before, Changes(changes.num_changed - 1, changes.payload))
     for size in range(len(changes.payload)):
         with pytest.raises(ValueError):
-            apply(before.copy(), Changes(changes.num_changed, changes.payload[:size]))
+            applied(before, Changes(changes.num_changed, changes.payload[:size]))
 
 
 def steps_to_change(value: float, step: float) -> int:

@@ -1,9 +1,12 @@
 """Checkpoints: training resumed from one goes on bit for bit; what is not whole is refused."""
 
 import json
+import struct
+from pathlib import Path
 
 import pytest
 import torch
+from blake3 import blake3
 from safetensors.torch import load_file
 
 from tasks.weights.checkpoints import published_values, read_masters
@@ -19,7 +22,7 @@ SEQUENCE = TrainingSequence(torch.arange(1, 13), torch.arange(12) >= 4)
 
 def _step(policy, optimizer):
     (microbatch,) = pack([SEQUENCE], 64)
-    (-policy.logprobs(microbatch, torch.ones(8)).sum()).backward()
+    (-policy.logprobs(microbatch, torch.ones(8))[0].sum()).backward()
     optimizer.step(1e-3)
 
 
@@ -100,6 +103,45 @@ def test_incomplete_checkpoints_are_refused(trained, make_policy, tmp_path):
     (folder / "manifest.json").write_text(json.dumps(manifest | {"format": 99}))
     with pytest.raises(ValueError, match="update rollhouse"):
         checkpoint.load(folder, optimizer)
+
+
+def flip(shard: Path, tensor: str) -> None:
+    """Changes one bit of the first value's first byte."""
+    data = bytearray(shard.read_bytes())
+    (length,) = struct.unpack("<Q", data[:8])
+    data[8 + length + json.loads(data[8 : 8 + length])[tensor]["data_offsets"][0]] ^= 1
+    shard.write_bytes(data)
+
+
+@pytest.mark.parametrize("kind", ["exp_avg", "exp_avg_sq", "master"])
+def test_one_changed_bit_is_refused_before_anything_is_loaded(trained, tmp_path, kind):
+    _, optimizer = trained
+    folder = tmp_path / "c"
+    checkpoint.save(folder, optimizer, batch=1)
+    (shard,) = folder.glob("*.safetensors")
+    hashes = json.loads((folder / "manifest.json").read_text())["hashes"]
+    assert hashes == {shard.name: blake3(shard.read_bytes()).hexdigest()}
+    before = {name: master.clone() for name, master in optimizer.masters.items()}
+    flip(shard, f"{kind}.model.norm.weight")
+    optimizer.set_num_steps(7)
+    with pytest.raises(ValueError, match=r"does not have the hash that its manifest\.json gives"):
+        checkpoint.load(folder, optimizer)
+    assert optimizer.num_steps == 7
+    for name, master in optimizer.masters.items():
+        assert torch.equal(master, before[name])
+
+
+def test_a_checkpoint_older_than_hashes_is_loaded(trained, make_policy, tmp_path):
+    _, optimizer = trained
+    folder = tmp_path / "c"
+    checkpoint.save(folder, optimizer, batch=4)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    del manifest["hashes"]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    resumed = MasterAdamW(make_policy(), SETTINGS)
+    assert checkpoint.load(folder, resumed) == 4
+    for name, master in optimizer.masters.items():
+        assert torch.equal(master, resumed.masters[name])
 
 
 def test_a_checkpoint_that_lacks_values_is_refused(trained, tmp_path):

@@ -26,7 +26,7 @@ def _loaded(policy, folder):
 
 def _backward(policy):
     (microbatch,) = pack([SEQUENCE], 64)
-    logprobs = policy.logprobs(microbatch, torch.ones(8))
+    logprobs = policy.logprobs(microbatch, torch.ones(8))[0]
     (-logprobs.sum()).backward()
 
 
@@ -93,7 +93,7 @@ def test_bfloat16_computes_with_the_same_values(make_policy, policy_folder):
     for dtype in (torch.float32, torch.bfloat16):
         policy = make_policy(dtype)
         _loaded(policy, policy_folder)
-        logprobs = policy.logprobs(microbatch, torch.ones(8))
+        logprobs = policy.logprobs(microbatch, torch.ones(8))[0]
         logprobs.sum().backward()
         gradient = policy.parameters["model.norm.weight"].grad
         assert gradient.dtype == torch.float32
@@ -108,11 +108,11 @@ def test_values_set_after_a_forward_without_backward_are_used(make_policy, polic
     optimizer, values = _loaded(policy, policy_folder)
     (microbatch,) = pack([SEQUENCE], 64)
     with torch.no_grad():
-        before = policy.logprobs(microbatch, torch.ones(8))
+        before = policy.logprobs(microbatch, torch.ones(8))[0]
         policy.set_local_values((name, value * 0.5) for name, value in values.items())
-        halved = policy.logprobs(microbatch, torch.ones(8))
+        halved = policy.logprobs(microbatch, torch.ones(8))[0]
         optimizer.publish()
-        after = policy.logprobs(microbatch, torch.ones(8))
+        after = policy.logprobs(microbatch, torch.ones(8))[0]
     assert (halved - before).abs().max() > 0.01
     assert torch.equal(before, after)
 

@@ -163,7 +163,7 @@ def test_logprobs_and_gradients_are_those_of_the_recorded_experts(replayed):
         logprobs = torch.zeros(len(values))
         for microbatch in microbatches:
             index = microbatch.action_index
-            found = policy.logprobs(microbatch, torch.full((len(index),), TEMPERATURE))
+            found, _ = policy.logprobs(microbatch, torch.full((len(index),), TEMPERATURE))
             (found * values[index]).sum().backward()
             logprobs[index] = found.detach()
         torch.testing.assert_close(logprobs, alone.detach(), rtol=0, atol=1e-5)
@@ -185,7 +185,7 @@ def test_gradients_of_the_router_equal_finite_differences(replayed):
     given["experts"] = sequence.experts
     plain.double()
     (microbatch,) = pack([sequence], 1000)
-    policy.logprobs(microbatch, torch.full((5,), TEMPERATURE)).sum().backward()
+    policy.logprobs(microbatch, torch.full((5,), TEMPERATURE))[0].sum().backward()
     generator = torch.Generator().manual_seed(1)
     for name, parameter in plain.named_parameters():
         if not name.endswith("mlp.gate.weight"):
@@ -245,7 +245,7 @@ def test_a_pass_without_recorded_experts_is_the_routers_own(replayed):
     plain = plain_copy(policy)
     (microbatch,) = pack([TrainingSequence(sequence.token_ids, sequence.action_mask)], 100)
     with torch.no_grad():
-        found = policy.logprobs(microbatch, torch.full((5,), TEMPERATURE))
+        found, _ = policy.logprobs(microbatch, torch.full((5,), TEMPERATURE))
         expected = action_logprobs(plain, sequence, TEMPERATURE)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     assert policy.routing.agreeing().sum() == 0
@@ -264,7 +264,7 @@ def test_bfloat16_replays_the_same_experts(one_rank, tmp_path):
     chosen = []
     mixture = policy.model.model.layers[1].mlp.experts
     mixture.register_forward_pre_hook(lambda _, args: chosen.append(args[1]))
-    policy.logprobs(microbatch, torch.ones(20)).sum().backward()
+    policy.logprobs(microbatch, torch.ones(20))[0].sum().backward()
     known = microbatch.experts[:, 1] != MISSING
     assert torch.equal(chosen[0][known], microbatch.experts[:, 1][known].long())
     router = policy.parameters["model.layers.1.mlp.gate.weight"]

@@ -70,7 +70,7 @@ def _of_policy(policy, microbatches, values):
     logprobs = torch.zeros(len(values))
     for microbatch in microbatches:
         index = microbatch.action_index
-        found = policy.logprobs(microbatch, torch.full((len(index),), TEMPERATURE))
+        found = policy.logprobs(microbatch, torch.full((len(index),), TEMPERATURE))[0]
         (found * values[index]).sum().backward()
         logprobs[index] = found.detach()
     gradients = {}

@@ -153,8 +153,8 @@ def test_scoring_and_training_see_the_truncated_distribution(make_policy, policy
         scored = forward(policy, [sequence], temperature, cut, token_budget=64)
         assert torch.cat(scored).tolist() == pytest.approx([expected[token], entropy], abs=2e-6)
         (microbatch,) = pack([sequence], 64)
-        trained = policy.logprobs(microbatch, temperature, cut).detach()
+        trained = policy.logprobs(microbatch, temperature, cut)[0].detach()
         assert trained.tolist() == pytest.approx([expected[token]], abs=2e-6)
         # The whole distribution would be seen to be wrong: off by the log of the mass that is left.
-        whole = policy.logprobs(microbatch, temperature).detach()
+        whole = policy.logprobs(microbatch, temperature)[0].detach()
         assert (whole - trained).tolist() == pytest.approx([math.log(mass)], abs=2e-6)
