@@ -149,8 +149,8 @@ def _item(
                 return Item(batch, missing=f"{way} and its tokens, scores or routing {policy}.")
             return Item(
                 batch,
-                missing=f"{way} is gone, and its tokens, scores or routing {policy}. Restore the checkpoint "
-                "from a backup.",
+                missing=f"{way} is gone, and its tokens, scores or routing {policy}. Restore the "
+                "checkpoint from a backup.",
             )
         start -= 1
     return Item(batch, start)

@@ -130,6 +130,6 @@ def test_no_way_back_since_the_checkpoint_expired(
     assert (item.start, item.missing) == (0, None), "version 0 is a way back"
     expire(run, 0, "segments")
     assert refusal(run, "--step", "5") == (
-        "rollhouse: Batch 3 has no way back: the checkpoint of batch 1 and its tokens, scores or routing "
-        'expired by policy; `rollhouse sql "FROM maintenance"` says when.'
+        "rollhouse: Batch 3 has no way back: the checkpoint of batch 1 and its tokens, scores or "
+        'routing expired by policy; `rollhouse sql "FROM maintenance"` says when.'
     )
