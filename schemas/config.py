@@ -214,6 +214,11 @@ class TrainerSection(Section):
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     token_budget: Positive = 1024
     """Tokens a packed microbatch holds at most, prefixes that its sequences share once."""
+    routing_replay: bool = True
+    """Of a mixture of experts, whether the trainer's forward passes take the experts that the
+    engine recorded, so that the gradient is of the policy that sampled: where engine and trainer
+    round otherwise, they choose otherwise. A token without recorded experts, as all are of an
+    engine that records none, takes the trainer's own and is counted. No effect on dense models."""
     learning_rate: Annotated[float, Field(gt=0)]
     """Of every step, or the highest one of a schedule."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
@@ -467,12 +472,18 @@ def _leaves(model: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any, bool
 
 
 def changed_keys(old: RunConfig, new: RunConfig) -> list[str]:
-    """Keys that differ and may not change on resume, as `section.key (old -> new)`."""
+    """Keys that differ and may not change on resume, as `section.key (old -> new)`.
+
+    Where a file does not give trainer.routing_replay, it is as the run began: older ones did not
+    know it, and trained without.
+    """
     before = {key: value for key, value, _ in _leaves(old)}
     after = {key: (value, may_change) for key, value, may_change in _leaves(new)}
     changed = []
     for key in sorted(before.keys() | after.keys()):
         value, may_change = after.get(key, (None, False))
+        if key == "trainer.routing_replay":
+            may_change = "routing_replay" not in new.trainer.model_fields_set
         if not may_change and before.get(key) != value:
             changed.append(f"{key} ({before.get(key)!r} -> {value!r})")
     return changed

@@ -116,8 +116,9 @@ def without_idle_options(trainer: Mapping[str, Any]) -> Mapping[str, Any]:
     """The section as a ledger keeps it, without the values that nothing reads.
 
     Runs begun before such options were refused have the defaults of the time written down, and
-    know no `mask`.
+    know no `mask`; those that know no `routing_replay` trained without.
     """
+    trainer = {"routing_replay": False, **trainer}
     if "mask" in trainer:
         return trainer
     idle = set()

@@ -33,7 +33,8 @@ SELECT DISTINCT b.admission
 FROM batches b LEFT JOIN trajectories t USING (run_id, trajectory_id)
 JOIN maintenance m ON m.run_id = b.run_id AND m.action = 'expire'
 WHERE b.run_id = ? AND ((m.table_name = 'segments' AND m.cycle = t.cycle)
-    OR (m.table_name = 'scores' AND m.cycle = b.cycle))
+    OR (m.table_name = 'scores' AND m.cycle = b.cycle)
+    OR (m.table_name = 'routing' AND m.cycle = t.cycle AND ?))
 """
 
 
@@ -119,7 +120,7 @@ def plan_replay(lake: Lake, config: RunConfig, batches: Sequence[int]) -> list[I
             "started."
         )
     trained = {entry.batch: entry for entry in ledger.entries if entry.kind == "batch_trained"}
-    rows = connect(lake).execute(EXPIRED, [run_id]).fetchall()
+    rows = connect(lake).execute(EXPIRED, [run_id, config.trainer.routing_replay]).fetchall()
     gone = {admission for (admission,) in rows}
     expired = {b for b, entry in trained.items() if entry.details["admission"] in gone}
     deleted = expired_checkpoints(lake, run_id)
@@ -135,7 +136,7 @@ def _item(
 ) -> Item:
     policy = 'expired by policy; `rollhouse sql "FROM maintenance"` says when'
     if batch in expired:
-        return Item(batch, missing=f"The tokens or scores of batch {batch} {policy}.")
+        return Item(batch, missing=f"The tokens, scores or routing of batch {batch} {policy}.")
     start = batch - 1
     while start > 0:
         checkpoint = trained[start].checkpoint
@@ -145,11 +146,11 @@ def _item(
         if start in expired:
             way = f"Batch {batch} has no way back: the checkpoint of batch {start}"
             if checkpoint in deleted:
-                return Item(batch, missing=f"{way} and its tokens or scores {policy}.")
+                return Item(batch, missing=f"{way} and its tokens, scores or routing {policy}.")
             return Item(
                 batch,
-                missing=f"{way} is gone, and its tokens or scores {policy}. Restore the checkpoint "
-                "from a backup.",
+                missing=f"{way} is gone, and its tokens, scores or routing {policy}. Restore the "
+                "checkpoint from a backup.",
             )
         start -= 1
     return Item(batch, start)

@@ -65,6 +65,7 @@ def _complete(temporary: Path, folder: Path, optimizer: MasterAdamW, batch: int)
         "files": {path.name: path.stat().st_size for path in files},
         "hashes": {path.name: file_hash(path) for path in files},
         "parameters": {n: list(p.shape) for n, p in optimizer.policy.parameters.items()},
+        "parts": optimizer.policy.layout.parts,
     }
     for path in files:
         fsync_file(path)

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from schemas.config import RunConfig, parse_recorded_config
-from tasks.lake import Entry, Lake, Ledger, read_batch
+from tasks.lake import Entry, Lake, Ledger
 from tasks.weights import checkpoints
 from tasks.weights.anchors import read_anchor
 from tasks.weights.store import open_store
@@ -35,7 +35,7 @@ from trainers.following import Follower
 from trainers.optimizer import AdamWSettings, MasterAdamW
 from trainers.policy import Policy
 from trainers.scoring import Scores, correct, score, scores_from_table, scores_table
-from trainers.sequences import TrainingBatch, training_batch
+from trainers.sequences import TrainingBatch, read_training_batch
 from trainers.steps import finished_rows, train_batch
 
 log = logging.getLogger(__name__)
@@ -65,7 +65,9 @@ class Job:
 
     def _train(self, admission: int, accepted: Entry | None, stall_s: float) -> bool:
         """Scores an admission, waits for gate 2 and trains it; False if it was not accepted."""
-        batch = training_batch(read_batch(self.lake, self.config.run.run_id, admission))
+        batch = read_training_batch(
+            self.lake, self.config.run.run_id, admission, self.policy.routed_layers
+        )
         score_s = 0.0
         if accepted:
             scores = scores_from_table(
@@ -164,7 +166,8 @@ def make_trainer(
 ) -> tuple[Policy, MasterAdamW]:
     """The model of version 0's folder and its optimizer, values not loaded."""
     trainer = config.trainer
-    policy = Policy(initial, getattr(torch, trainer.compute_dtype), device)
+    compute_dtype = getattr(torch, trainer.compute_dtype)
+    policy = Policy(initial, compute_dtype, device, trainer.routing_replay)
     settings = AdamWSettings(
         beta1=trainer.beta1,
         beta2=trainer.beta2,

@@ -64,9 +64,12 @@ class MasterAdamW:
 
     @torch.no_grad()
     def load(self, values: Iterable[tuple[str, Tensor]], source: str) -> None:
-        """Masters from whole tensors, upcast; moments and steps begin at zero. Publishes them."""
+        """Masters from published tensors, upcast, and shown; moments and steps begin at zero.
+
+        Raises `ValueError` where they are not those of the model.
+        """
         seen = []
-        for name, value in values:
+        for name, value in self.policy.layout.joined(values):
             seen.append(name)
             if name in self.masters:
                 self.masters[name].copy_(self.policy.local(name, value.float()))

@@ -5,12 +5,17 @@ of a group, the earlier turns that later contexts of a trajectory repeat. A toke
 tokens before it in its own sequences and to no others (`trainers.prefixes`), so its log-probability
 is that of its sequence alone. The budget counts tokens of a row.
 
+Where the experts of tokens are recorded, only what was routed alike is the same: a token that two
+sequences share by its id is stored twice when its experts differ, and so is all behind it, since
+neither sequence's policy ever read the other's.
+
 Only what a loss needs is forwarded: a sequence ends before its last action token (which is
 predicted, never read), and the LM head runs once at each position that predicts an action token,
 however many sequences go on from there.
 
 Shapes: S = tokens of a sequence, T = tokens of a microbatch, U = its positions that predict,
-K = its action tokens, N = action tokens of all sequences handed to `pack`, in order.
+K = its action tokens, N = action tokens of all sequences handed to `pack`, in order. Of experts,
+L = routed layers and X = those that a token takes.
 """
 
 from collections.abc import Sequence
@@ -25,13 +30,19 @@ from trainers.prefixes import Span, TreeAttention, lay_out, prefix_order, split_
 
 @dataclass(frozen=True)
 class TrainingSequence:
-    """One training datum: `token_ids` [S] i64 and `action_mask` [S] bool, any number of turns."""
+    """One training datum: `token_ids` [S] i64 and `action_mask` [S] bool, any number of turns.
+
+    `experts` [S, L, X] i16 are those to be replayed, as `trainers.recorded_experts` has them; None
+    where no token of a batch has any.
+    """
 
     token_ids: Tensor
     action_mask: Tensor
+    experts: Tensor | None = None
 
     def __post_init__(self):
         assert self.token_ids.shape == self.action_mask.shape
+        assert self.experts is None or len(self.experts) == len(self.token_ids)
         assert not bool(self.action_mask[:1].any()), "an action token needs a token before it"
 
 
@@ -42,7 +53,8 @@ class Microbatch:
     `input_ids`, `position_ids` [1, T]; `tree`, which tokens a token attends to; `logit_index` [U],
     positions whose logits predict action tokens, ascending. Of each action token: `logit_row` [K],
     the entry of `logit_index` that predicts it; `target_ids` [K], the token; `action_index` [K],
-    its place among the N action tokens.
+    its place among the N action tokens. `experts` [T, L, X] i16 to be replayed, and `readers` [T],
+    the number of sequences that a token belongs to; both None without.
     """
 
     input_ids: Tensor
@@ -52,6 +64,8 @@ class Microbatch:
     logit_row: Tensor
     target_ids: Tensor
     action_index: Tensor
+    experts: Tensor | None = None
+    readers: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -95,16 +109,22 @@ def _microbatch(members: list[_Member], shared: list[int]) -> Microbatch:
     """Members in the order of their prefixes, and what each shares with the one before."""
     places, tree = lay_out([len(member.read) for member in members], shared)
     total = tree.runs[-1].stop
-    input_ids, position_ids = torch.zeros(2, total, dtype=torch.int64)
+    input_ids, position_ids, readers = torch.zeros(3, total, dtype=torch.int64)
     predicting, targets, action_index = [], [], []
     for member, place in zip(members, places, strict=True):
         input_ids[place] = member.read
         position_ids[place] = torch.arange(len(place))
+        readers[place] += 1
         actions = member.sequence.action_mask.nonzero().flatten()
         predicting.append(place[actions - 1])
         targets.append(member.sequence.token_ids[actions])
         action_index.append(torch.arange(len(actions)) + member.first_action)
     logit_index, logit_row = torch.cat(predicting).unique(return_inverse=True)
+    experts = _experts(members)
+    if experts is not None:
+        by_member, experts = experts, experts[0].new_zeros(total, *experts[0].shape[1:])
+        for of_member, place in zip(by_member, places, strict=True):
+            experts[place] = of_member
     return Microbatch(
         input_ids=input_ids[None],
         position_ids=position_ids[None],
@@ -113,7 +133,34 @@ def _microbatch(members: list[_Member], shared: list[int]) -> Microbatch:
         logit_row=logit_row,
         target_ids=torch.cat(targets),
         action_index=torch.cat(action_index),
+        experts=experts,
+        readers=None if experts is None else readers,
     )
+
+
+def _experts(members: Sequence[_Member]) -> list[Tensor] | None:
+    """Experts of the tokens that are read, [length, L, X] each."""
+    found = [
+        member.sequence.experts[: len(member.read)]
+        for member in members
+        if member.sequence.experts is not None
+    ]
+    assert len(found) in (0, len(members)), "all sequences of a batch have experts or none has"
+    return found or None
+
+
+def _identities(members: Sequence[_Member]) -> list[Tensor]:
+    """Numbers [S] that are equal where tokens are: in their ids, and in their experts if known."""
+    experts = _experts(members)
+    if experts is None:
+        return [member.read for member in members]
+    numbers: dict[tuple[int, bytes], int] = {}
+    identities = []
+    for member, of_member in zip(members, experts, strict=True):
+        tokens = zip(member.read.tolist(), of_member.flatten(1).numpy(), strict=True)
+        keys = [(token, row.tobytes()) for token, row in tokens]
+        identities.append(torch.tensor([numbers.setdefault(key, len(numbers)) for key in keys]))
+    return identities
 
 
 def pack(sequences: Sequence[TrainingSequence], token_budget: int) -> list[Microbatch]:
@@ -123,7 +170,7 @@ def pack(sequences: Sequence[TrainingSequence], token_budget: int) -> list[Micro
         if length := num_forwarded(sequence):
             members.append(_Member(sequence, sequence.token_ids[:length], total))
         total += int(sequence.action_mask.sum())
-    order, shared = prefix_order([member.read for member in members])
+    order, shared = prefix_order(_identities(members))
     members = [members[index] for index in order]
     microbatches = []
     for places in split_tree([len(member.read) for member in members], shared, token_budget):

@@ -22,9 +22,13 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from tasks.weights.routed_layers import routed_modules
 from trainers import tree_attention
 from trainers.loss_positions import LossPositions
 from trainers.packing import Microbatch
+from trainers.published_layout import PublishedLayout
+from trainers.recorded_experts import RoutedLayers
+from trainers.routing_replay import RoutingReplay
 from trainers.token_logprobs import Targets
 from trainers.truncation import Truncation
 
@@ -69,16 +73,36 @@ def shard(model: PreTrainedModel, compute_dtype: torch.dtype, device: torch.devi
 
 
 class Policy:
-    """A sharded causal LM. Parameters are addressed by their safetensors names; tied ones once."""
+    """A sharded causal LM. Parameters are addressed by the model's names, tied ones once; `layout`
+    relates them to published tensors.
 
-    def __init__(self, folder: Path, compute_dtype: torch.dtype, device: torch.device):
+    `routing` makes a mixture of experts take recorded ones; None for a dense model, and where
+    `routing_replay` was not asked for.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        compute_dtype: torch.dtype,
+        device: torch.device,
+        routing_replay: bool = False,
+    ):
         self.model = build_model(folder, device)
+        self.layout = PublishedLayout(self.model)
+        self.routing: RoutingReplay | None = None
+        if routing_replay and routed_modules(self.model):
+            self.routing = RoutingReplay(self.model, device)
         self._loss_positions = LossPositions(self.model, decoder_layers(self.model)[-1])
         shard(self.model, compute_dtype, device)
         self.device = device
         self.parameters: dict[str, DTensor] = cast(
             "dict[str, DTensor]", dict(self.model.named_parameters())
         )
+
+    @property
+    def routed_layers(self) -> RoutedLayers | None:
+        """The mixtures whose recorded experts are replayed; None for none."""
+        return None if self.routing is None else self.routing.layers
 
     def check_names(self, names: Iterable[str], source: str) -> None:
         """Raises `ValueError` unless `names` are the parameters of this architecture."""
@@ -127,6 +151,8 @@ class Policy:
         `temperatures`, `truncation` [K]: those the tokens were sampled at; None is the whole
         distribution.
         """
+        if self.routing is not None:
+            self.routing.use(microbatch)
         on_device = {
             name: getattr(microbatch, name).to(self.device)
             for name in ("input_ids", "position_ids", "logit_index", "logit_row", "target_ids")

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from schemas.config import RunConfig
-from tasks.lake import Entry, Lake, Ledger, read_batch
+from tasks.lake import Entry, Lake, Ledger
 from trainers.following import standing
 from trainers.job import read_scores
+from trainers.policy import Policy
 from trainers.scoring import Scores, scores_from_table
-from trainers.sequences import TrainingBatch, training_batch
+from trainers.sequences import TrainingBatch, read_training_batch
 from trainers.steps import Row
 
 
@@ -25,7 +26,7 @@ class Recorded:
 
 
 def read_recorded(
-    lake: Lake, ledger: Ledger, config: RunConfig, number: int, vocab_size: int
+    lake: Lake, ledger: Ledger, config: RunConfig, number: int, policy: Policy
 ) -> Recorded:
     """Raises `ValueError` where rows are missing or cannot be what was trained."""
     run_id = config.run.run_id
@@ -34,7 +35,8 @@ def read_recorded(
     admitted = standing(ledger.entries[: trained.seq], number)
     if admitted is None or admitted.accepted is None:
         raise ValueError(f"the ledger has no accepted admission of batch {number}.")
-    batch = training_batch(read_batch(lake, run_id, admitted.admission))
+    batch = read_training_batch(lake, run_id, admitted.admission, policy.routed_layers)
+    vocab_size = policy.model.config.vocab_size
     for sequence, trajectory in zip(
         batch.sequences, batch.sequence_trajectory.tolist(), strict=True
     ):

@@ -121,10 +121,9 @@ class Replay:
 
     def _read(self, number: int) -> Recorded:
         """What is recorded of a batch; from here on computed on as many threads as it was."""
-        vocab_size = self.policy.model.config.vocab_size
         try:
             recorded = ranks.together(
-                lambda: read_recorded(self.lake, self.ledger, self.config, number, vocab_size)
+                lambda: read_recorded(self.lake, self.ledger, self.config, number, self.policy)
             )
         except Exception as error:
             # Whatever damaged rows make a reader say, they are not what was trained.
@@ -249,8 +248,10 @@ class Replay:
 @torch.no_grad()
 def published(policy: Policy) -> Iterator[tuple[str, Tensor]]:
     """(name, whole bf16 tensor) pairs of what the parameters hold; every rank must go through."""
-    for name, parameter in policy.parameters.items():
-        yield name, parameter.full_tensor().to(torch.bfloat16).cpu()
+    yield from policy.layout.published(
+        (name, parameter.full_tensor().to(torch.bfloat16).cpu())
+        for name, parameter in policy.parameters.items()
+    )
 
 
 def open_replay(arguments: argparse.Namespace) -> Replay:

@@ -96,7 +96,8 @@ def score(
     others = {*version[own_known].tolist(), newest if reference is None else reference} - {newest}
     current = list(policy.local_values()) if others else []
     for v in sorted(others):
-        policy.set_local_values((n, policy.local(n, t)) for n, t in read_version(v))
+        values = policy.layout.joined(read_version(v))
+        policy.set_local_values((n, policy.local(n, t)) for n, t in values)
         audited = own_known & (version == v)
         wanted = torch.ones_like(audited) if v == reference else audited
         logprobs = _logprobs_where(policy, batch, wanted, token_budget)

@@ -10,6 +10,7 @@ to pi_old, and the freshest takes the extra lag of the later steps. Advantages c
 batch, so a group cut by a slice keeps its baseline.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,8 +18,9 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from tasks.lake import Batch
+from tasks.lake import Batch, Lake, read_batch
 from trainers.packing import TrainingSequence
+from trainers.recorded_experts import RoutedLayers, recorded_experts
 from trainers.truncation import Truncation
 
 
@@ -110,12 +112,24 @@ def lag_steps(versions: Tensor, batch: int, minibatch: int, num_minibatches: int
     return num_minibatches * (batch - 1 - versions) + minibatch - 1
 
 
-def training_batch(batch: Batch) -> TrainingBatch:
+def read_training_batch(
+    lake: Lake, run_id: str, admission: int, layers: RoutedLayers | None
+) -> TrainingBatch:
+    """An admitted batch; with `layers`, their recorded experts beside its tokens.
+
+    Raises `ValueError` as `read_batch` and `training_batch`.
+    """
+    batch = read_batch(lake, run_id, admission, with_routing=layers is not None)
+    return training_batch(batch, layers)
+
+
+def training_batch(batch: Batch, layers: RoutedLayers | None = None) -> TrainingBatch:
     """Sequences and flat arrays of an admitted batch.
 
     Raises:
-        ValueError: a trajectory has no reward or no tokens, segments do not join up, or there are
-            not as many log-probabilities as action tokens; gate 1 refuses such rows.
+        ValueError: a trajectory has no reward or no tokens, segments do not join up, there are
+            not as many log-probabilities as action tokens, or routing does not fit tokens and
+            `layers`; gate 1 refuses such rows.
     """
     trajectory_ids = batch.trajectories.column("trajectory_id").to_pylist()
     rewards = batch.trajectories.column("reward")
@@ -155,8 +169,13 @@ def training_batch(batch: Batch) -> TrainingBatch:
         rewards=torch.tensor(rewards.to_pylist(), dtype=torch.float64),
         group_ids=torch.tensor(batch.trajectories.column("group_id").to_pylist()),
         sequences=[
-            TrainingSequence(ids, mask)
-            for ids, mask in zip(token_ids.split(sizes), action_mask.split(sizes), strict=True)
+            TrainingSequence(*parts)
+            for parts in zip(
+                token_ids.split(sizes),
+                action_mask.split(sizes),
+                _experts(batch, layers, sizes),
+                strict=True,
+            )
         ],
         sequence_trajectory=sequence_trajectory,
         action_sequence=action_sequence,
@@ -173,6 +192,18 @@ def training_batch(batch: Batch) -> TrainingBatch:
         ),
         rows=batch.trajectories,
     )
+
+
+def _experts(
+    batch: Batch, layers: RoutedLayers | None, sizes: list[int]
+) -> Sequence[Tensor | None]:
+    """Recorded experts of each sequence, None where the batch has none at all."""
+    if layers is None or batch.routing is None or batch.routing.num_rows == 0:
+        return [None] * len(sizes)
+    try:
+        return recorded_experts(batch.routing, batch.segments, layers).split(sizes)
+    except ValueError as error:
+        raise _damaged(batch, str(error)) from error
 
 
 def _segment_columns(batch: Batch, trajectory_ids: list[str]) -> dict[str, np.ndarray]:

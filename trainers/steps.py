@@ -200,11 +200,15 @@ def _metrics(
     of_reference = {}
     if report.reference_kl is not None:
         of_reference["reference/kl_k3"] = report.reference_kl
-    return of_reference | {
-        "update/clip_frac": report.clip_frac,
-        "update/kl_k3": report.update_kl,
-        "reward/zero_variance_group_frac": sum(constant) / len(constant),
-    }
+    return (
+        of_reference
+        | report.routing
+        | {
+            "update/clip_frac": report.clip_frac,
+            "update/kl_k3": report.update_kl,
+            "reward/zero_variance_group_frac": sum(constant) / len(constant),
+        }
+    )
 
 
 def finished_rows(rows: list[Row], folder: Path, path: str, saving_since: float) -> pa.Table:

@@ -105,7 +105,7 @@ def accumulate_cross_entropy(policy: Policy, sequences: Sequence[TrainingSequenc
 def write_folder(out: Path, init: Path, policy: Policy) -> None:
     """A Hugging Face folder of the policy's values; every rank calls it, rank 0 writes."""
     partial = out.with_name(f".{out.name}.partial")
-    tensors = (
+    tensors = policy.layout.published(
         (name, parameter.full_tensor().detach().to(torch.bfloat16).cpu())
         for name, parameter in sorted(policy.parameters.items())
     )

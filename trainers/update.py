@@ -82,7 +82,8 @@ class GradientReport:
     """Over all ranks. `loss` is what was minimised; `clip_frac` the share of action tokens at which
     the clip decided the gradient; `update_kl` the mean of r - 1 - log r, r = pi_theta / pi_old;
     `reference_kl` the same of pi_ref / pi_theta, None without a reference. `num_tokens` counts a
-    token for each sequence that reads it, `forwarded` what was computed."""
+    token for each sequence that reads it, `forwarded` what was computed; `routing` are metrics of
+    the replay, empty without one."""
 
     loss: float
     clip_frac: float
@@ -90,6 +91,7 @@ class GradientReport:
     reference_kl: float | None
     num_tokens: int
     forwarded: Forwarded
+    routing: dict[str, float]
 
 
 def accumulate_gradients(
@@ -110,6 +112,8 @@ def accumulate_gradients(
     reduction = REDUCTIONS[objective.reduction]
     shares, denominator = reduction(data.sequence_ids, data.group_ids, objective.constant)
     totals = torch.zeros(4, dtype=torch.float64, device=policy.device)
+    routing = policy.routing
+    agreeing = torch.zeros((), dtype=torch.int64) if routing is None else routing.no_agreement()
     microbatches = pack(sequences, token_budget)
     share = assign(microbatches, dist.get_world_size())[dist.get_rank()]
     for microbatch in share:
@@ -118,6 +122,8 @@ def accumulate_gradients(
         logprobs, entropies = policy.logprobs(
             microbatch, data.temperatures[index], data.truncation[index]
         )
+        if routing is not None:
+            agreeing += routing.agreeing()
 
         def of_microbatch(values: Tensor, index: Tensor = index) -> Tensor:
             return values[index].to(policy.device)
@@ -143,6 +149,7 @@ def accumulate_gradients(
         totals[1] += clipped.sum()
         totals[2] += _k3(logprobs.detach() - old)
     dist.all_reduce(totals)
+    dist.all_reduce(agreeing)
     _, clip_frac, update_kl, reference_kl = (totals / num_actions).tolist()
     return GradientReport(
         loss=float(totals[0]),
@@ -151,6 +158,7 @@ def accumulate_gradients(
         reference_kl=None if data.reference_logprobs is None else reference_kl,
         num_tokens=sum(num_forwarded(sequence) for sequence in sequences),
         forwarded=forwarded(microbatches),
+        routing={} if routing is None else routing.metrics(agreeing, sequences),
     )
 
 

@@ -1,14 +1,12 @@
 """Which experts a transformers mixture chose, read where the choice is used.
 
-transformers hands every mixture's choice to a module of its own, as the argument `top_k_index` of
-the module that holds the expert weights. A hook there sees the choice itself, whatever the router
-did before it (softmax or sigmoid, groups, biases, ties); a recomputation from logits would have to
-know. A dense model has no such module, gets no hook, and pays nothing.
+A hook on the module that is given the choice (`tasks.weights.routed_layers`) sees it whatever the
+router did before (softmax or sigmoid, groups, biases, ties); a recomputation from logits would have
+to know. A dense model has no such module, gets no hook, and pays nothing.
 
 Shapes: T tokens of a forward pass, row after row; L routed layers; K experts a token and layer.
 """
 
-import inspect
 from typing import Any
 
 import numpy as np
@@ -16,15 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-
-def routed_modules(model: nn.Module) -> list[nn.Module]:
-    """The modules that are given a choice of experts, in layer order; none in a dense model."""
-    return [
-        module
-        for module in model.modules()
-        if "top_k_index" in inspect.signature(module.forward).parameters
-        and hasattr(module, "num_experts")
-    ]
+from tasks.weights.routed_layers import routed_modules
 
 
 class ExpertRecorder:
@@ -40,7 +30,7 @@ class ExpertRecorder:
     """
 
     def __init__(self, skeleton: PreTrainedModel) -> None:
-        modules = routed_modules(skeleton)
+        modules = list(routed_modules(skeleton).values())
         self.num_layers = len(modules)
         self.num_experts: int | None = max(
             (int(module.num_experts) for module in modules),  # pyright: ignore[reportArgumentType]
@@ -57,7 +47,7 @@ class ExpertRecorder:
         """Record the choices of this model too, from its next forward pass on."""
         if self.num_layers == 0:
             return
-        for layer, module in enumerate(routed_modules(model)):
+        for layer, module in enumerate(routed_modules(model).values()):
 
             def record(_: nn.Module, args: tuple[Any, ...], layer: int = layer) -> None:
                 self._choices[layer] = args[1]

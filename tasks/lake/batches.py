@@ -20,14 +20,16 @@ from tasks.lake.ledger import Entry
 class Batch:
     """One admitted batch.
 
-    `trajectories` is in batch order; `segments` is ordered by trajectory, then sequence_index and
-    segment_index. Both have their table's schema.
+    `trajectories` is in batch order; `segments` and `routing` are ordered by trajectory, then
+    sequence_index and segment_index. All have their table's schema; `routing` is None where it was
+    not asked for.
     """
 
     batch: int
     admission: int
     trajectories: pa.Table
     segments: pa.Table
+    routing: pa.Table | None = None
 
 
 def trajectories_hash(trajectory_ids: Sequence[str]) -> str:
@@ -63,8 +65,9 @@ def write_batch(
     return lake.append("batches", rows, run_id=run_id, cycle=cycle, lease=lease)
 
 
-def read_batch(lake: Lake, run_id: str, admission: int) -> Batch:
-    """Reads an admitted batch and everything in it that was sampled.
+def read_batch(lake: Lake, run_id: str, admission: int, *, with_routing: bool = False) -> Batch:
+    """Reads an admitted batch and everything in it that was sampled, its routing only if asked for:
+    that of a mixture of experts is far larger than its tokens.
 
     Raises:
         ValueError: the ledger has no such admission, the lake's rows do not agree with it, or
@@ -98,6 +101,7 @@ def read_batch(lake: Lake, run_id: str, admission: int) -> Batch:
         admission=admission,
         trajectories=trajectories,
         segments=_rows_of(lake, "segments", run_id, ids, span),
+        routing=_rows_of(lake, "routing", run_id, ids, span) if with_routing else None,
     )
 
 

@@ -5,10 +5,10 @@ header says where its shards lie in the whole tensors, so any number of ranks ma
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -19,6 +19,16 @@ from tasks.weights.folders import file_hash
 FORMAT = 1
 MANIFEST = "manifest.json"
 _SHARDING_INFO = "DCP_SHARDING_INFO"
+
+
+class Part(NamedTuple):
+    """A published tensor that is rows `start` to `stop` of a parameter, all dimensions of which but
+    the last are flattened into rows, or values of a vector."""
+
+    name: str
+    start: int
+    stop: int
+    shape: tuple[int, ...]
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -68,7 +78,7 @@ def changed(path: Path) -> ValueError:
 def read_masters(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """(name, whole float32 master) pairs, sorted by name, one in memory at a time.
 
-    Names are those of version 0's safetensors. Raises `ValueError` where the checkpoint is
+    Names are those of the trainer's parameters. Raises `ValueError` where the checkpoint is
     missing or incomplete.
     """
     manifest = read_manifest(folder)
@@ -101,6 +111,24 @@ def read_masters(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def published_values(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """(name, bf16 tensor) pairs: the masters rounded to nearest even, as engines serve them."""
+    """(name, bf16 tensor) pairs: the masters rounded to nearest even, as engines serve them.
+
+    Names are those of version 0's safetensors.
+    """
+    # Checkpoints written before there were mixtures in parts have none.
+    given = read_manifest(folder).get("parts", {})
+    parts = {name: [Part(*part) for part in listed] for name, listed in given.items()}
     for name, master in read_masters(folder):
-        yield name, master.to(torch.bfloat16)
+        yield from published_parts(name, master.to(torch.bfloat16), parts)
+
+
+def published_parts(
+    name: str, value: Tensor, parts: Mapping[str, Sequence[Part]]
+) -> Iterator[tuple[str, Tensor]]:
+    """The published tensors that a whole parameter is cut into: itself, where it has no parts."""
+    if name not in parts:
+        yield name, value
+        return
+    rows = value.reshape(-1, value.shape[-1]) if value.ndim > 1 else value
+    for part in parts[name]:
+        yield part.name, rows[part.start : part.stop].reshape(part.shape)

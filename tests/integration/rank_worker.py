@@ -19,6 +19,7 @@ from trainers.losses import ClipRange
 from trainers.optimizer import AdamWSettings, MasterAdamW
 from trainers.packing import TrainingSequence
 from trainers.policy import Policy
+from trainers.recorded_experts import MISSING
 from trainers.scoring import forward
 from trainers.truncation import Truncation
 from trainers.update import Objective, TokenData, accumulate_gradients
@@ -48,16 +49,37 @@ def data():
     return sequences, advantages, weights
 
 
+def routed(sequences, layers):
+    """With experts for every token but each sequence's last two; of three sequences that share
+    tokens, the first two share their experts, and the third does up to the third token."""
+    generator = torch.Generator().manual_seed(12)
+    with_experts = []
+    for number, sequence in enumerate(sequences):
+        scores = torch.rand(
+            len(sequence.token_ids), len(layers.places), layers.num_experts, generator=generator
+        )
+        experts = scores.topk(layers.top_k).indices.sort(-1).values.to(torch.int16)
+        if number % 3 == 0:
+            shared = experts[:5].clone()
+        num_alike = (5, 5, 3)[number % 3]
+        experts[:num_alike] = shared[:num_alike]
+        experts[-2:] = MISSING
+        with_experts.append(replace(sequence, experts=experts))
+    return with_experts
+
+
 def main() -> None:
     policy_folder, out = Path(sys.argv[1]), Path(sys.argv[2])
     device = ranks.start(num_threads=1)
-    policy = Policy(policy_folder, torch.float32, device)
+    policy = Policy(policy_folder, torch.float32, device, routing_replay=True)
     optimizer = MasterAdamW(policy, SETTINGS)
     if len(sys.argv) > 3:
         checkpoint.load(Path(sys.argv[3]), optimizer)
     else:
         optimizer.load(load_file(policy_folder / "model.safetensors").items(), "policy")
     sequences, advantages, weights = data()
+    if policy.routed_layers is not None:
+        sequences = routed(sequences, policy.routed_layers)
     temperatures = torch.full_like(advantages, 0.8)
     # Every other token is sampled from a nucleus.
     odd = torch.arange(len(advantages)) % 2
@@ -80,6 +102,8 @@ def main() -> None:
         report = accumulate_gradients(policy, sequences, tokens, objective, TOKEN_BUDGET)
         kept[f"loss.{step}"] = torch.tensor(report.loss)
         if step == 0:
+            for name, value in report.routing.items():
+                kept[name] = torch.tensor(value)
             for name, parameter in policy.parameters.items():
                 kept[f"gradient.{name}"] = parameter.grad.full_tensor().clone()
         kept[f"norm.{step}"] = torch.tensor(optimizer.step(1e-3))

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from trainer_world import ROOT, write_policy
 
 from tasks.weights.checkpoints import read_masters
+from tests.engine_models import publish
 
 Kept = dict[str, torch.Tensor]
 
@@ -57,6 +58,20 @@ def test_gradients_agree(worked):
         assert _largest_difference(one, other, "by_sequence.") <= 1e-5
         assert _largest_difference(one, other, "norm.") <= 1e-5
         assert _largest_difference(one, other, "old") <= 1e-6
+
+
+def test_gradients_of_a_mixture_with_replayed_experts_agree(tmp_path):
+    publish(tmp_path / "policy", "qwen3_moe", vocab_size=32, num_experts=6)
+    one, two = _work(tmp_path / "policy", tmp_path, (1, "one", None), (2, "two", None))
+    assert one.keys() == two.keys()
+    for prefix in ("gradient.", "by_sequence.", "norm."):
+        assert _largest_difference(one, two, prefix) <= 1e-5
+    routers = [name for name in one if name.startswith("gradient.") and "mlp.gate" in name]
+    assert len(routers) == 2 and all(one[name].norm() > 0 for name in routers)
+    # Random experts: the router's own are among them by chance alone.
+    assert 0 < one["routing/agreement"] < 0.5
+    for name in (name for name in one if name.startswith("routing/")):
+        assert torch.equal(one[name], two[name]), name
 
 
 def test_parameters_agree_after_three_steps(worked):

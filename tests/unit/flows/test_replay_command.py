@@ -103,10 +103,10 @@ def expire(run: SmallRun, cycle: int, table: str) -> None:
     run.append("maintenance", [row])
 
 
-@pytest.mark.parametrize("table", ["segments", "scores"])
+@pytest.mark.parametrize("table", ["segments", "scores", "routing"])
 def test_what_expired_is_not_replayed(run: SmallRun, refusal: Callable[..., str], table: str):
     expire(run, 1, table)
-    sentence = "The tokens or scores of batch 2 expired by policy"
+    sentence = "The tokens, scores or routing of batch 2 expired by policy"
     assert sentence in refusal(run, "--step", "4")
 
 
@@ -130,6 +130,6 @@ def test_no_way_back_since_the_checkpoint_expired(
     assert (item.start, item.missing) == (0, None), "version 0 is a way back"
     expire(run, 0, "segments")
     assert refusal(run, "--step", "5") == (
-        "rollhouse: Batch 3 has no way back: the checkpoint of batch 1 and its tokens or scores "
-        'expired by policy; `rollhouse sql "FROM maintenance"` says when.'
+        "rollhouse: Batch 3 has no way back: the checkpoint of batch 1 and its tokens, scores or "
+        'routing expired by policy; `rollhouse sql "FROM maintenance"` says when.'
     )

@@ -190,6 +190,17 @@ def test_every_accepted_combination_survives_the_ledger():
     assert accepted > 100
 
 
+def test_a_run_begun_without_routing_replay_goes_on_without():
+    recorded = parse_run_config(MINIMAL, "r.toml").model_dump(mode="json")
+    del recorded["trainer"]["routing_replay"]
+    begun = parse_recorded_config(recorded, "the ledger")
+    assert not begun.trainer.routing_replay
+    same = parse_run_config(MINIMAL, "r.toml")
+    assert same.trainer.routing_replay and changed_keys(begun, same) == []
+    asked = parse_run_config(with_trainer(routing_replay=True), "r.toml")
+    assert changed_keys(begun, asked) == ["trainer.routing_replay (False -> True)"]
+
+
 def test_a_run_begun_when_idle_options_were_written_down_goes_on():
     recorded = parse_run_config(MINIMAL, "r.toml").model_dump(mode="json")
     for key in ("mask", "mask_low", "mask_high", "reduction"):

@@ -62,6 +62,33 @@ def test_an_action_that_two_sequences_train_counts_in_both():
     assert microbatch.action_index.tolist() == [1, 2, 0]
 
 
+def _routed(ids, actions, *experts):
+    return TrainingSequence(
+        torch.tensor(ids),
+        torch.tensor([position in actions for position in range(len(ids))]),
+        torch.tensor(experts, dtype=torch.int16)[:, None],
+    )
+
+
+def test_a_token_is_shared_only_with_those_of_the_same_experts():
+    a, b, none = [0, 1], [1, 2], [-1, -1]
+    group = [
+        _routed([1, 2, 3, 7], {3}, a, a, a, none),
+        _routed([1, 2, 3, 8], {3}, a, b, a, none),  # another expert for the second token
+        _routed([1, 2, 3, 9], {3}, a, a, a, none),
+        _routed([1, 2, 3, 7], {3}, a, a, none, none),  # no row for the third
+    ]
+    (microbatch,) = pack(group, 100)
+    assert microbatch.input_ids.tolist() == [[1, 2, 3, 3, 2, 3]]
+    assert microbatch.position_ids.tolist() == [[0, 1, 2, 2, 1, 2]]
+    assert microbatch.experts[:, 0].tolist() == [a, a, a, none, b, a]
+    assert microbatch.readers.tolist() == [4, 3, 2, 1, 1, 1]
+    tree = microbatch.tree
+    assert tree.runs == (Span(0, 3), Span(3, 4), Span(4, 6))
+    assert set(tree.crossings) == {(Span(3, 4), Span(0, 2)), (Span(4, 6), Span(0, 1))}
+    assert microbatch.action_index.tolist() == [0, 2, 3, 1]
+
+
 def test_every_action_is_in_one_microbatch_within_the_budget():
     generator = torch.Generator().manual_seed(0)
     sequences = []
