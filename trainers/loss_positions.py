@@ -1,4 +1,5 @@
-"""What of a model need run only where a loss is: the head, and the last layer but keys and values.
+"""What of a model need run only where a loss is: the head, and of a dense last layer all but keys and
+values.
 
 After the last layer's attention nothing mixes positions any more. What its MLP, its query and its
 output projection compute at a position that predicts no action token reaches no loss, so they run
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
+from tasks.weights.routed_layers import routed_modules
 from trainers.token_logprobs import Targets, token_logprobs
 
 POSITION_WISE = ("self_attn.q_proj", "self_attn.o_proj", "mlp")
@@ -31,10 +33,10 @@ class LossPositions:
         """Raises `ValueError` where the model's logits are not those of its LM head."""
         self._head = checked_head(model)
         self._head.forward = self._logprobs
-        for name in POSITION_WISE:
-            module = _descendant(last_layer, name)
-            # A router's choices are recorded and compared at every position.
-            if module is not None and not any("experts" in n for n, _ in module.named_modules()):
+        # A mixture's choices are compared with recorded ones at every position.
+        spared = () if routed_modules(last_layer) else POSITION_WISE
+        for name in spared:
+            if (module := _descendant(last_layer, name)) is not None:
                 module.forward = partial(self._run_there, module.forward)
         self._wanted: tuple[Tensor, Targets] | None = None
 

@@ -63,7 +63,7 @@ def test_a_mixture_is_trained_on_the_experts_that_were_used(policy: Path, tmp_pa
     for metrics in steps:
         assert metrics["routing/num_not_replayed"] == 0 < metrics["routing/num_replayed"]
         shares = [metrics[f"routing/agreement_layer_{layer:03d}"] for layer in (0, 1)]
-        assert min(shares) > 0.9
+        assert min(shares) > 0.8
         assert metrics["routing/agreement"] == pytest.approx(sum(shares) / 2)
         assert metrics["routing/agreement"] <= metrics["routing/overlap"]
     # Rounding to bfloat16 decided some choices, of one expert of two mostly.
