@@ -211,7 +211,12 @@ class TrainerSection(Section):
     ranks: Positive = 1
     threads: Annotated[int, Field(gt=0, json_schema_extra=MAY_CHANGE)] = 2
     """Threads over all ranks."""
-    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    compute_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """float16 rounds eight times finer than bfloat16, and its range is small: the loss is scaled,
+    and values beyond 65,504 are refused."""
+    activation_checkpointing: bool = False
+    """Keeps the inputs of decoder layers instead of their activations, and computes these again in
+    the backward pass: less memory for a third more computation, and the same gradient."""
     token_budget: Positive = 1024
     """Tokens a packed microbatch holds at most, prefixes that its sequences share once."""
     learning_rate: Annotated[float, Field(gt=0)]

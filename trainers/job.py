@@ -164,7 +164,12 @@ def make_trainer(
 ) -> tuple[Policy, MasterAdamW]:
     """The model of version 0's folder and its optimizer, values not loaded."""
     trainer = config.trainer
-    policy = Policy(initial, getattr(torch, trainer.compute_dtype), device)
+    policy = Policy(
+        initial,
+        getattr(torch, trainer.compute_dtype),
+        device,
+        activation_checkpointing=trainer.activation_checkpointing,
+    )
     settings = AdamWSettings(
         beta1=trainer.beta1,
         beta2=trainer.beta2,
