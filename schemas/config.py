@@ -216,7 +216,7 @@ class TrainerSection(Section):
     and values beyond 65,504 are refused."""
     activation_checkpointing: bool = False
     """Keeps the inputs of decoder layers instead of their activations, and computes these again in
-    the backward pass: less memory for a third more computation, and the same gradient."""
+    the backward pass: less memory, up to a third more computation, the same gradient."""
     token_budget: Positive = 1024
     """Tokens a packed microbatch holds at most, prefixes that its sequences share once."""
     learning_rate: Annotated[float, Field(gt=0)]
