@@ -14,6 +14,8 @@ from schemas import objective
 
 MAY_CHANGE: dict[str, Any] = {"may_change": True}
 
+FLOAT32_TOLERANCE = 0.002
+
 Positive = Annotated[int, Field(gt=0)]
 
 
@@ -139,8 +141,11 @@ class EngineSection(Section):
     max_model_tokens: Positive
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     threads: Annotated[int, Field(gt=0, json_schema_extra=MAY_CHANGE)] = 2
-    logprob_tolerance: Annotated[float, Field(gt=0, json_schema_extra=MAY_CHANGE)] = 0.002
-    """Largest |log pi - log mu| that rounding alone explains for this engine and dtype."""
+    logprob_tolerance: Annotated[float, Field(gt=0, json_schema_extra=MAY_CHANGE)] = (
+        FLOAT32_TOLERANCE
+    )
+    """Largest |log pi - log mu| that rounding alone explains. The default is for float32 on both
+    sides; with float16 in the trainer about 0.02, with bfloat16 on either side 0.05 to 0.1."""
     vllm: VllmSection | None = None
 
     @model_validator(mode="after")
@@ -367,6 +372,14 @@ class RunConfig(Section):
             raise ValueError(
                 "trainer.audit_fraction: 0 leaves stale tokens unaudited, and gate 2 refuses what "
                 "it cannot compare; give a share above 0"
+            )
+        narrow = {self.engine.compute_dtype, self.trainer.compute_dtype} - {"float32"}
+        if narrow and self.engine.logprob_tolerance <= FLOAT32_TOLERANCE:
+            raise ValueError(
+                f"engine.logprob_tolerance = {self.engine.logprob_tolerance} is for engine and "
+                "trainer in float32; gate 2 would take the rounding of "
+                f"{' and '.join(sorted(narrow))} for a fault, so give about 0.02 for float16 and "
+                "0.1 for bfloat16"
             )
         in_minibatch = self.batch.trajectories // self.batch.minibatches
         if self.trainer.reduction == "group" and in_minibatch % self.batch.group_size:
