@@ -16,7 +16,8 @@ PYTEST := OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest --numprocesses 2 --dis
 	--no-loadscope-reorder
 
 .PHONY: install vllm cycle cycle-vllm recompute seeds test unit faults integration test-routing \
-	bench-rollout bench-lake bench-patches bench-trainer correction-bias kill-matrix check format \
+	bench-rollout bench-lake bench-patches bench-trainer \
+	bench-precision bench-recomputation correction-bias kill-matrix check format \
 	docs clean
 
 install: $(STAMP)
@@ -105,6 +106,15 @@ $(TRL_STAMP): infra/constraints.txt infra/trl/constraints.txt
 	$(TRL_VENV)/bin/python -m pip install --quiet --constraint infra/constraints.txt \
 		--constraint infra/trl/constraints.txt trl
 	touch $@
+
+# How far engine and trainer disagree by what each computes in; half a minute once the demo's policy
+# is there.
+bench-precision: install
+	$(BIN)/python -m tests.benchmarks.precision
+
+# Memory and time of an update with activations kept and recomputed; about three minutes.
+bench-recomputation: install
+	$(BIN)/python -m tests.benchmarks.recomputation
 
 # What a patch of weights costs, against whole weights and against storing the new values.
 bench-patches: install

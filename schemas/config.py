@@ -8,17 +8,13 @@ A value that shapes the data is fixed for the life of a run; limits, threads and
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from schemas import objective
+from schemas.section import MAY_CHANGE, Positive, Section
+from schemas.trainer_section import TrainerSection
 
-MAY_CHANGE: dict[str, Any] = {"may_change": True}
-
-Positive = Annotated[int, Field(gt=0)]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+FLOAT32_TOLERANCE = 0.002
 
 
 class RunSection(Section):
@@ -88,13 +84,13 @@ class PolicySection(Section):
 
 class EnvironmentSection(Section):
     name: str
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = Field(default_factory=dict)
 
 
 class VllmSection(Section):
     """vLLM servers: a list of URLs to attach to, or a script that starts them on this machine."""
 
-    urls: Annotated[list[str], Field(json_schema_extra=MAY_CHANGE)] = []
+    urls: list[str] = Field(default_factory=list, json_schema_extra=MAY_CHANGE)
     """They must be able to read `run.store` under the same path."""
     launch: Annotated[str | None, Field(json_schema_extra=MAY_CHANGE)] = None
     """Script that serves a model: called with model folder, port, max_model_tokens, compute_dtype,
@@ -139,8 +135,11 @@ class EngineSection(Section):
     max_model_tokens: Positive
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     threads: Annotated[int, Field(gt=0, json_schema_extra=MAY_CHANGE)] = 2
-    logprob_tolerance: Annotated[float, Field(gt=0, json_schema_extra=MAY_CHANGE)] = 0.002
-    """Largest |log pi - log mu| that rounding alone explains for this engine and dtype."""
+    logprob_tolerance: Annotated[float, Field(gt=0, json_schema_extra=MAY_CHANGE)] = (
+        FLOAT32_TOLERANCE
+    )
+    """Largest |log pi - log mu| that rounding alone explains. The default is for float32 on both
+    sides; with float16 in the trainer about 0.02, with bfloat16 on either side 0.05 to 0.1."""
     vllm: VllmSection | None = None
 
     @model_validator(mode="after")
@@ -205,88 +204,6 @@ class AsynchronySection(Section):
     @property
     def lag_bound(self) -> int:
         return self.k if self.max_lag is None else self.max_lag
-
-
-class TrainerSection(Section):
-    ranks: Positive = 1
-    threads: Annotated[int, Field(gt=0, json_schema_extra=MAY_CHANGE)] = 2
-    """Threads over all ranks."""
-    compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    token_budget: Positive = 1024
-    """Tokens a packed microbatch holds at most, prefixes that its sequences share once."""
-    routing_replay: bool = True
-    """Of a mixture of experts, whether the trainer's forward passes take the experts that the
-    engine recorded, so that the gradient is of the policy that sampled: where engine and trainer
-    round otherwise, they choose otherwise. A token without recorded experts, as all are of an
-    engine that records none, takes the trainer's own and is counted. No effect on dense models."""
-    learning_rate: Annotated[float, Field(gt=0)]
-    """Of every step, or the highest one of a schedule."""
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Optimizer steps, from the run's first, over which the rate rises linearly to learning_rate.
-    """
-    learning_rate_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the rate goes on after the warmup: constant, or falling to min_learning_rate."""
-    decay_steps: Annotated[int | None, Field(gt=0)] = None
-    """Optimizer steps after the warmup in which it falls; later ones have min_learning_rate."""
-    min_learning_rate: Annotated[float | None, Field(ge=0)] = None
-    """0.0 where the rate falls and it is not given."""
-    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    epsilon: Annotated[float, Field(gt=0)] = 1e-8
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    max_gradient_norm: Annotated[float, Field(gt=0)] = 1.0
-    loss: Literal["reinforce", "ppo_clip", "dapo", "dr_grpo", "gspo", "cispo"] = "ppo_clip"
-    advantage: Literal["group_mean_std", "group_mean", "leave_one_out"] = "group_mean_std"
-    """`group_mean` where loss = "dr_grpo"."""
-    reduction: Literal["token", "sequence", "group", "constant"] = "token"
-    """What the loss is a mean over: tokens; sequences or groups, each a mean over its tokens; or
-    the sum over B/M * sampling.max_tokens. "sequence" where loss = "gspo", "constant" where it is
-    "dr_grpo"."""
-    clip_low: Annotated[float | None, Field(gt=0, le=1)] = None
-    """The ratio is clipped below at 1 - clip_low: 0.2 where it is not given, 3e-4 for gspo, 1.0 (no
-    bound) for cispo, none for reinforce."""
-    clip_high: Annotated[float | None, Field(gt=0)] = None
-    """And above at 1 + clip_high: 0.2 where it is not given, 0.28 for dapo, 4e-4 for gspo, 4.0 for
-    cispo, none for reinforce."""
-    correction: Literal["none", "token_is", "token_tis", "sequence_is", "sequence_tis"] = (
-        "token_tis"
-    )
-    """`sequence_tis` where loss = "gspo"."""
-    w_cap: Annotated[float | None, Field(gt=0)] = None
-    """Largest weight of `token_tis` and `sequence_tis`, 2.0 where it is not given."""
-    mask: Literal["none", "token", "sequence", "geometric"] = "none"
-    """Leaves out tokens by their w, or sequences by the product or the geometric mean of it."""
-    mask_low: Annotated[float | None, Field(ge=0)] = None
-    """Left out below this: 0.5 where it is not given, 0.999 of a geometric mean."""
-    mask_high: Annotated[float | None, Field(gt=0)] = None
-    """Left out above this: 2.0 where it is not given, 1.001 of a geometric mean."""
-    kl_coefficient: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the KL divergence from the reference policy in the loss."""
-    kl_estimator: Literal["k1", "k2", "k3"] | None = None
-    """k3 where it is not given."""
-    reference_version: Annotated[int | None, Field(ge=0)] = None
-    """The version that is the reference, 0 the starting checkpoint. Until it is published the
-    reference is the newest version there is."""
-    entropy_coefficient: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the policy's entropy in the objective."""
-    reward_control: Literal["none", "permuted"] = "none"
-    """permuted: advantages come from the batch's rewards in a random order, the null control
-    that shows a gain is earned by the rewards."""
-    audit_fraction: Annotated[float, Field(ge=0, le=1)] = 0.25
-    """Share of a batch's trajectories whose stale tokens are recomputed at their own version."""
-    timeout_s: Annotated[float, Field(gt=0, json_schema_extra=MAY_CHANGE)] = 600.0
-    """Longest the controller waits for a sign of life from the trainer job."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _defaults_of_the_loss(cls, data: Any):
-        return objective.with_defaults(data) if isinstance(data, Mapping) else data
-
-    @model_validator(mode="after")
-    def _options_that_go_together(self):
-        if reason := objective.refusal(self):
-            raise ValueError(reason)
-        return self
 
 
 class PublicationSection(Section):
@@ -381,6 +298,14 @@ class RunConfig(Section):
             raise ValueError(
                 "trainer.audit_fraction: 0 leaves stale tokens unaudited, and gate 2 refuses what "
                 "it cannot compare; give a share above 0"
+            )
+        narrow = {self.engine.compute_dtype, self.trainer.compute_dtype} - {"float32"}
+        if narrow and self.engine.logprob_tolerance <= FLOAT32_TOLERANCE:
+            raise ValueError(
+                f"engine.logprob_tolerance = {self.engine.logprob_tolerance} is for engine and "
+                "trainer in float32; gate 2 would take the rounding of "
+                f"{' and '.join(sorted(narrow))} for a fault, so give about 0.02 for float16 and "
+                "0.1 for bfloat16"
             )
         in_minibatch = self.batch.trajectories // self.batch.minibatches
         if self.trainer.reduction == "group" and in_minibatch % self.batch.group_size:

@@ -30,12 +30,17 @@ SOURCES = (
     "tasks/renderers.py",
     "tasks/seeds.py",
     "tasks/warm_start.py",
+    "trainers/loss_positions.py",
+    "trainers/loss_scale.py",
     "trainers/losses.py",
     "trainers/optimizer.py",
     "trainers/packing.py",
     "trainers/policy.py",
+    "trainers/prefixes.py",
     "trainers/ranks.py",
     "trainers/supervised.py",
+    "trainers/token_logprobs.py",
+    "trainers/tree_attention.py",
 )
 PACKAGES = ("reasoning-gym", "tokenizers", "torch", "transformers")
 

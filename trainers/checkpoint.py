@@ -1,4 +1,4 @@
-"""Checkpoints: masters, moments, step and batch, in torch's distributed checkpoint format.
+"""Checkpoints: masters, moments, step, loss scale, batch, in torch's distributed checkpoint format.
 
 Every rank writes its shards as safetensors through DCP's Hugging Face storage, which keeps the
 offsets of a shard in the file's header: nothing is pickled, any number of ranks can read it, and
@@ -9,6 +9,7 @@ under a temporary name, fsynced, manifest last, renamed.
 import json
 import os
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from torch.distributed.checkpoint.hf_storage import (
 from tasks.durable import explain_os_errors, fsync_dir, fsync_file, make_durable_dirs
 from tasks.weights.checkpoints import FORMAT, MANIFEST, changed, changed_files, read_manifest
 from tasks.weights.folders import file_hash
+from trainers.loss_scale import LossScale
 from trainers.optimizer import MasterAdamW
 from trainers.ranks import agreed
 
@@ -62,6 +64,7 @@ def _complete(temporary: Path, folder: Path, optimizer: MasterAdamW, batch: int)
         "format": FORMAT,
         "batch": batch,
         "step": optimizer.num_steps,
+        "loss_scale": asdict(optimizer.loss_scale),
         "files": {path.name: path.stat().st_size for path in files},
         "hashes": {path.name: file_hash(path) for path in files},
         "parameters": {n: list(p.shape) for n, p in optimizer.policy.parameters.items()},
@@ -78,7 +81,7 @@ def _complete(temporary: Path, folder: Path, optimizer: MasterAdamW, batch: int)
 
 
 def load(folder: Path, optimizer: MasterAdamW) -> int:
-    """Fills masters, moments and step from a checkpoint written by any number of ranks.
+    """Fills masters, moments, step and loss scale from a checkpoint written by any number of ranks.
 
     Publishes the masters and returns the batch that was trained last.
 
@@ -97,5 +100,7 @@ def load(folder: Path, optimizer: MasterAdamW) -> int:
     state = optimizer.sharded_state()
     state_dict_loader.load(state, storage_reader=HuggingFaceStorageReader(str(folder)))
     optimizer.set_num_steps(manifest["step"])
+    if optimizer.loss_scale.dynamic:
+        optimizer.loss_scale = LossScale(**manifest["loss_scale"])
     optimizer.publish()
     return manifest["batch"]

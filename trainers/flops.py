@@ -27,15 +27,15 @@ PEAK_FLOPS = {
     "L40S": (362e12, 91.6e12),
     "L4": (121e12, 30.3e12),
 }
-"""Dense peak FLOP/s in bfloat16 (tensor cores) and float32 by a part of a GPU's name, the first
-that fits; from the vendor's data sheets."""
+"""Dense peak FLOP/s in bfloat16 or float16 (tensor cores) and in float32 by a part of a GPU's name,
+the first that fits; from the vendor's data sheets."""
 
 
 def peak_flops(device_name: str, compute_dtype: str) -> float | None:
     """FLOP/s that a GPU reaches at most; None where no peak is known, as of any CPU."""
-    for name, (bfloat16, float32) in PEAK_FLOPS.items():
+    for name, (of_16_bits, float32) in PEAK_FLOPS.items():
         if set(name.split()) <= set(device_name.replace("-", " ").split()):
-            return bfloat16 if compute_dtype == "bfloat16" else float32
+            return float32 if compute_dtype == "float32" else of_16_bits
     return None
 
 

@@ -166,8 +166,13 @@ def make_trainer(
 ) -> tuple[Policy, MasterAdamW]:
     """The model of version 0's folder and its optimizer, values not loaded."""
     trainer = config.trainer
-    compute_dtype = getattr(torch, trainer.compute_dtype)
-    policy = Policy(initial, compute_dtype, device, trainer.routing_replay)
+    policy = Policy(
+        initial,
+        getattr(torch, trainer.compute_dtype),
+        device,
+        routing_replay=trainer.routing_replay,
+        activation_checkpointing=trainer.activation_checkpointing,
+    )
     settings = AdamWSettings(
         beta1=trainer.beta1,
         beta2=trainer.beta2,

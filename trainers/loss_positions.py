@@ -1,5 +1,4 @@
-"""What of a model need run only where a loss is: the head, and of a dense last layer all but keys and
-values.
+"""What of a model need run only where a loss is: the head, and a dense last layer but keys, values.
 
 After the last layer's attention nothing mixes positions any more. What its MLP, its query and its
 output projection compute at a position that predicts no action token reaches no loss, so they run

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from trainers.loss_scale import LossScale
 from trainers.policy import Policy
 
 
@@ -34,6 +35,7 @@ class MasterAdamW:
         self.policy = policy
         self.settings = settings
         self.num_steps = 0
+        self.loss_scale = LossScale.of(policy.compute_dtype)
         self.masters = {
             name: torch.nn.Parameter(torch.zeros_like(parameter.to_local()))
             for name, parameter in policy.parameters.items()
@@ -64,7 +66,8 @@ class MasterAdamW:
 
     @torch.no_grad()
     def load(self, values: Iterable[tuple[str, Tensor]], source: str) -> None:
-        """Masters from published tensors, upcast, and shown; moments and steps begin at zero.
+        """Masters from published tensors, upcast, and shown; moments, steps and loss scale begin
+        anew.
 
         Raises `ValueError` where they are not those of the model.
         """
@@ -78,40 +81,59 @@ class MasterAdamW:
             for moment in ("exp_avg", "exp_avg_sq"):
                 self.adamw.state[master][moment].zero_()
         self.set_num_steps(0)
+        self.loss_scale = LossScale.of(self.policy.compute_dtype)
         self.publish()
 
     def publish(self) -> None:
         """Copies every master, rounded to bf16, into the policy's parameter."""
         self.policy.set_local_values((n, m.detach()) for n, m in self.masters.items())
 
-    def step(self, learning_rate: float) -> float:
+    def step(self, learning_rate: float) -> float | None:
         """One update from the policy's gradients, which it clears; returns their norm.
 
-        The norm is the L2 norm over all parameters and ranks, before clipping. Raises `ValueError`
-        where it is not finite, leaving masters and moments as they were.
+        The gradients are `loss_scale.value` times too large. The norm is the L2 norm over all
+        parameters and ranks, before clipping. None where it is not finite and the scale could be
+        halved: nothing else has changed, and the gradients must be computed again.
+
+        Raises `ValueError` where the scale could not be halved, leaving masters and moments as they
+        were.
         """
         gradients = []
         for name, parameter in self.policy.parameters.items():
             assert isinstance(parameter.grad, DTensor), f"{name} has no gradient"
             gradients.append(parameter.grad.to_local())
-        norm = _global_norm(gradients)
+        norm = _global_norm(gradients) / self.loss_scale.value
         if not torch.isfinite(norm):
-            raise ValueError(
-                f"optimizer step {self.num_steps + 1}: the gradient norm is {float(norm)}; begin "
-                "another run with a lower trainer.learning_rate or a correction with a cap."
-            )
-        scale = (self.settings.max_gradient_norm / (norm + 1e-6)).clamp(max=1.0)
+            if not self.loss_scale.halve():
+                raise self.not_finite(f"the gradient norm is {float(norm)}")
+            self._clear_gradients()
+            return None
+        clip = (self.settings.max_gradient_norm / (norm + 1e-6)).clamp(max=1.0)
         for master, gradient in zip(self.masters.values(), gradients, strict=True):
-            master.grad = gradient.mul_(scale)
+            master.grad = gradient.mul_(clip / self.loss_scale.value)
         for group in self.adamw.param_groups:
             group["lr"] = learning_rate
         self.adamw.step()
         self.num_steps += 1
+        self.loss_scale.count()
+        self._clear_gradients()
+        self.publish()
+        return float(norm)
+
+    def not_finite(self, what: str) -> ValueError:
+        """What to raise where the next step has no gradient."""
+        range_of_float32 = ""
+        if self.policy.compute_dtype == torch.float16:
+            range_of_float32 = ' or with trainer.compute_dtype = "bfloat16", which has more range'
+        return ValueError(
+            f"optimizer step {self.num_steps + 1}: {what}; begin another run with a lower "
+            f"trainer.learning_rate, a correction with a cap{range_of_float32}."
+        )
+
+    def _clear_gradients(self) -> None:
         self.adamw.zero_grad()
         for parameter in self.policy.parameters.values():
             parameter.grad = None
-        self.publish()
-        return float(norm)
 
     def sharded_state(self) -> dict[str, Tensor]:
         """Masters and moments as sharded tensors over the same memory, by `kind.name`."""

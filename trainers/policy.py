@@ -7,10 +7,15 @@ log-probabilities differ from rollout ones by arithmetic alone and never by roun
 Computing in float32 keeps those rounded values in float32 parameters; computing in bfloat16 casts
 them, exactly, in FSDP2's mixed precision, with gradients reduced in float32.
 
+Computing in float16 casts them too, and its range is smaller. A value beyond 65,504 is refused. Of
+magnitudes from 2^-17 on the cast is exact; smaller ones are rounded to multiples of 2^-24, by at
+most 2^-25, which shows in old log-probabilities as other rounding does.
+
 Shapes: K = action tokens of a microbatch.
 """
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -20,10 +25,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tasks.weights.routed_layers import routed_modules
-from trainers import tree_attention
+from trainers import ranks, tree_attention
 from trainers.loss_positions import LossPositions
 from trainers.packing import Microbatch
 from trainers.published_layout import PublishedLayout
@@ -56,6 +62,19 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
+def recompute_layers(model: PreTrainedModel) -> None:
+    """Keeps only the input of each decoder layer for the backward pass, which runs the layer again
+    (Chen et al., 2016, "Training Deep Nets with Sublinear Memory Cost").
+
+    Parameters keep their names. Whatever a layer reads besides its arguments must be as it was
+    until then, so a backward pass comes before the next forward pass.
+    """
+    for layer in decoder_layers(model):
+        layer.forward = partial(
+            checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
+        )
+
+
 def shard(model: PreTrainedModel, compute_dtype: torch.dtype, device: torch.device) -> None:
     """Applies FSDP2 to each decoder layer, then to the root, over all ranks.
 
@@ -85,7 +104,9 @@ class Policy:
         folder: Path,
         compute_dtype: torch.dtype,
         device: torch.device,
+        *,
         routing_replay: bool = False,
+        activation_checkpointing: bool = False,
     ):
         self.model = build_model(folder, device)
         self.layout = PublishedLayout(self.model)
@@ -93,7 +114,10 @@ class Policy:
         if routing_replay and routed_modules(self.model):
             self.routing = RoutingReplay(self.model, device)
         self._loss_positions = LossPositions(self.model, decoder_layers(self.model)[-1])
+        if activation_checkpointing:
+            recompute_layers(self.model)
         shard(self.model, compute_dtype, device)
+        self.compute_dtype = compute_dtype
         self.device = device
         self.parameters: dict[str, DTensor] = cast(
             "dict[str, DTensor]", dict(self.model.named_parameters())
@@ -128,7 +152,10 @@ class Policy:
 
     @torch.no_grad()
     def set_local_values(self, values: Iterable[tuple[str, Tensor]]) -> None:
-        """Writes this rank's parts, rounded to bf16, into the parameters."""
+        """Writes this rank's parts, rounded to bf16, into the parameters. Every rank calls it.
+
+        Raises `ValueError` where float16, computed in, cannot hold one.
+        """
         # A forward pass without a backward leaves the root unsharded, and the next one would then
         # read the values from before.
         for module in self.model.modules():
@@ -136,6 +163,18 @@ class Policy:
                 module.reshard()
         for name, value in values:
             self.parameters[name].to_local().copy_(value.to(torch.bfloat16))
+        if self.compute_dtype == torch.float16:
+            ranks.together(self._check_range)
+
+    def _check_range(self) -> None:
+        largest = torch.finfo(torch.float16).max
+        for name, parameter in self.parameters.items():
+            beyond = parameter.to_local().abs() > largest
+            if beyond.any():
+                raise ValueError(
+                    f"{name} holds {float(parameter.to_local()[beyond][0])}, and float16 ends at "
+                    f'{largest:.0f}; begin another run with trainer.compute_dtype = "bfloat16".'
+                )
 
     def local_values(self) -> Iterator[tuple[str, Tensor]]:
         """This rank's parts of what the parameters hold, as bf16 copies."""

@@ -3,7 +3,7 @@ needs no state of a scheduler."""
 
 import math
 
-from schemas.config import TrainerSection
+from schemas.trainer_section import TrainerSection
 
 
 def learning_rate(step: int, trainer: TrainerSection) -> float:

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from schemas.config import TrainerSection
 from schemas.tables import TABLES
+from schemas.trainer_section import TrainerSection
 from trainers.corrections import NO_LIMITS, Correction, MaskLimits, corrected
 from trainers.packing import TrainingSequence, assign, empty_microbatch, pack
 from trainers.policy import Policy

@@ -28,7 +28,7 @@ from trainers.policy import Policy
 from trainers.schedules import learning_rate
 from trainers.scoring import Scores
 from trainers.sequences import Minibatch, TrainingBatch, lag_steps, minibatches
-from trainers.update import GradientReport, Objective, TokenData, accumulate_gradients
+from trainers.update import GradientReport, Objective, TokenData, take_step
 
 Row = dict[str, Any]
 
@@ -95,15 +95,16 @@ def train_batch(
     for minibatch in minibatches(batch, config.batch.minibatches):
         started = time.monotonic()
         actions = minibatch.actions
-        report = accumulate_gradients(
+        rate = learning_rate(optimizer.num_steps + 1, trainer)
+        report, norm = take_step(
             policy,
+            optimizer,
             batch.sequences[minibatch.sequences],
             data[actions],
             objective,
             trainer.token_budget,
+            rate,
         )
-        rate = learning_rate(optimizer.num_steps + 1, trainer)
-        norm = optimizer.step(rate)
         train_s = time.monotonic() - started
         flops = cost.step_flops(report.forwarded)
         rows.append(
@@ -175,7 +176,7 @@ def _row(
         "reward_mean": float(batch.rewards[minibatch.trajectories].mean()),
         "entropy_mean": float(scores.entropies[actions].double().mean()),
         "loss": report.loss,
-        "metrics": list(_metrics(batch, minibatch, report).items()),
+        "metrics": list(_metrics(batch, minibatch, report, trainer.compute_dtype).items()),
         "num_trajectories": minibatch.trajectories.stop - minibatch.trajectories.start,
         "num_sequences": minibatch.sequences.stop - minibatch.sequences.start,
         "num_tokens": report.num_tokens,
@@ -192,23 +193,22 @@ def _row(
 
 
 def _metrics(
-    batch: TrainingBatch, minibatch: Minibatch, report: GradientReport
+    batch: TrainingBatch, minibatch: Minibatch, report: GradientReport, compute_dtype: str
 ) -> dict[str, float]:
     rewards = batch.rewards[minibatch.trajectories]
     _, group = torch.unique(batch.group_ids[minibatch.trajectories], return_inverse=True)
     constant = [bool((rewards[group == g] == rewards[group == g][0]).all()) for g in group.unique()]
-    of_reference = {}
+    found = {}
     if report.reference_kl is not None:
-        of_reference["reference/kl_k3"] = report.reference_kl
-    return (
-        of_reference
-        | report.routing
-        | {
-            "update/clip_frac": report.clip_frac,
-            "update/kl_k3": report.update_kl,
-            "reward/zero_variance_group_frac": sum(constant) / len(constant),
-        }
-    )
+        found["reference/kl_k3"] = report.reference_kl
+    if compute_dtype == "float16":
+        found["update/loss_scale"] = report.loss_scale
+    own = {
+        "update/clip_frac": report.clip_frac,
+        "update/kl_k3": report.update_kl,
+        "reward/zero_variance_group_frac": sum(constant) / len(constant),
+    }
+    return found | report.routing | own
 
 
 def finished_rows(rows: list[Row], folder: Path, path: str, saving_since: float) -> pa.Table:

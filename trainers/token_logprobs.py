@@ -50,7 +50,7 @@ def token_logprobs(
     """Log-probability of each target, and entropy of the distribution it was drawn from, in nats.
 
     Args:
-        hidden: [U, D], what the head reads; float32 or bfloat16, in which logits are computed.
+        hidden: [U, D], what the head reads; its dtype is that in which logits are computed.
         weight, bias: [V, D] and [V] of the head.
 
     Returns:

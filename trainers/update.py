@@ -8,6 +8,7 @@ so what a loss computes over a sequence is whole.
 Shapes: N = action tokens of the minibatch.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainers.losses import KL_ESTIMATORS, LOSSES, ClipRange
+from trainers.optimizer import MasterAdamW
 from trainers.packing import (
     Forwarded,
     TrainingSequence,
@@ -83,7 +85,7 @@ class GradientReport:
     the clip decided the gradient; `update_kl` the mean of r - 1 - log r, r = pi_theta / pi_old;
     `reference_kl` the same of pi_ref / pi_theta, None without a reference. `num_tokens` counts a
     token for each sequence that reads it, `forwarded` what was computed; `routing` are metrics of
-    the replay, empty without one."""
+    the replay, empty without one. `loss_scale` is in none of them."""
 
     loss: float
     clip_frac: float
@@ -92,6 +94,32 @@ class GradientReport:
     num_tokens: int
     forwarded: Forwarded
     routing: dict[str, float]
+    loss_scale: float
+
+
+def take_step(
+    policy: Policy,
+    optimizer: MasterAdamW,
+    sequences: Sequence[TrainingSequence],
+    data: TokenData,
+    objective: Objective,
+    token_budget: int,
+    learning_rate: float,
+) -> tuple[GradientReport, float]:
+    """One optimizer step on a minibatch, and the norm of its gradient. Every rank calls it.
+
+    Raises:
+        ValueError: no action token in the minibatch, or its loss or gradient is not finite.
+    """
+    while True:
+        scale = optimizer.loss_scale.value
+        report = accumulate_gradients(policy, sequences, data, objective, token_budget, scale)
+        # No scale mends the forward pass.
+        if not math.isfinite(report.loss):
+            raise optimizer.not_finite(f"the loss is {report.loss}")
+        norm = optimizer.step(learning_rate)
+        if norm is not None:
+            return report, norm
 
 
 def accumulate_gradients(
@@ -100,8 +128,10 @@ def accumulate_gradients(
     data: TokenData,
     objective: Objective,
     token_budget: int,
+    loss_scale: float = 1.0,
 ) -> GradientReport:
-    """Leaves the gradient of the minibatch's loss in the policy's parameters. Every rank calls it.
+    """Leaves the gradient of the minibatch's loss, times `loss_scale`, in the policy's parameters.
+    Every rank calls it.
 
     Raises:
         ValueError: no action token in the minibatch.
@@ -144,7 +174,7 @@ def accumulate_gradients(
             values = values - objective.kl_coefficient * kl
             totals[3] += _k3(reference - logprobs.detach())
         loss = reduce_loss(values, of_microbatch(data.weights), of_microbatch(shares), denominator)
-        loss.backward()
+        loss.backward(torch.full_like(loss, loss_scale))
         totals[0] += loss.detach()
         totals[1] += clipped.sum()
         totals[2] += _k3(logprobs.detach() - old)
@@ -159,6 +189,7 @@ def accumulate_gradients(
         num_tokens=sum(num_forwarded(sequence) for sequence in sequences),
         forwarded=forwarded(microbatches),
         routing={} if routing is None else routing.metrics(agreeing, sequences),
+        loss_scale=loss_scale,
     )
 
 

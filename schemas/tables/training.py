@@ -177,7 +177,11 @@ STEPS = Table(
             "in rows older than the column.",
         ),
         required("num_ranks", pa.int32(), "Processes in the trainer job."),
-        required("compute_dtype", pa.string(), "float32 or bfloat16; masters are always float32."),
+        required(
+            "compute_dtype",
+            pa.string(),
+            "float32, bfloat16 or float16; masters are always float32.",
+        ),
         required("loss_name", pa.string(), "Surrogate that was used."),
         required("correction", pa.string(), "Importance correction that was used."),
         optional(

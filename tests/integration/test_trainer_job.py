@@ -6,7 +6,7 @@ from safetensors import safe_open
 from trainer_world import FIRST, OBSERVATION, PROMPT, SECOND, TEMPERATURE, World, finish
 from transformers import AutoModelForCausalLM
 
-from tasks.weights.checkpoints import published_values
+from tasks.weights.checkpoints import published_values, read_manifest
 from tasks.weights.hashing import root_hash_of_stream
 
 
@@ -240,3 +240,18 @@ def test_a_changed_moment_is_refused_before_anything_is_trained(tmp_path):
     error = finish(world.start(until_batch=2), code=1)
     assert f"{shard} does not have the hash that its manifest.json gives" in error
     assert len(world.written("steps", "true")) == 2 and len(world.written("scores", "true")) == 32
+
+
+def test_a_job_in_float16_says_its_loss_scale(tmp_path):
+    world = World.create(tmp_path, compute_dtype="float16", activation_checkpointing=True)
+    scores, steps = _train_one(world, 1, world.record(range(4)))
+    rows = steps.to_pylist()
+    assert [row["compute_dtype"] for row in rows] == ["float16", "float16"]
+    assert [dict(row["metrics"])["update/loss_scale"] for row in rows] == [65536.0, 65536.0]
+    manifest = read_manifest(world.store / rows[-1]["checkpoint"])
+    assert manifest["loss_scale"] == {"dynamic": True, "value": 65536.0, "num_finite": 2}
+    # Sampled in float32: what is left is float16's rounding, 2^-11 of numbers of about 1.
+    segments = world.lake.read("segments", run_id="tiny", where="kind = 'action'").to_pylist()
+    sampled = [value for row in segments for value in row["rollout_logprobs"]]
+    old = [value for row in scores.to_pylist() for value in row["old_logprobs"]]
+    assert 1e-5 < (torch.tensor(old) - torch.tensor(sampled)).abs().mean() < 10 * 2**-11

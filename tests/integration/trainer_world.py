@@ -149,7 +149,7 @@ class World:
                 },
                 "policy": {"path": str(root / "policy")},
                 "environment": {"name": "tiny"},
-                "engine": {"max_model_tokens": 64},
+                "engine": {"max_model_tokens": 64, "logprob_tolerance": 0.05},
                 "sampling": {"temperature": TEMPERATURE, "max_tokens": 8},
                 "batch": {"trajectories": 16, "group_size": 4, "minibatches": 2},
                 "asynchrony": {"k": 2},

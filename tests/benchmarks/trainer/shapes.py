@@ -20,13 +20,13 @@ CLIP = 0.2
 MAX_GRADIENT_NORM = 1.0
 
 
-def write_policy(folder: Path) -> None:
-    """A Hugging Face folder: Qwen3, 4 layers, hidden 256, 2,048 tokens, bf16."""
+def write_policy(folder: Path, num_layers: int = 4) -> None:
+    """A Hugging Face folder: Qwen3, hidden 256, 2,048 tokens, bf16."""
     config = Qwen3Config(
         vocab_size=VOCAB,
         hidden_size=256,
         intermediate_size=768,
-        num_hidden_layers=4,
+        num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=64,

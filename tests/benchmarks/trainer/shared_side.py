@@ -20,9 +20,16 @@ OBJECTIVE = Objective("ppo_clip", ClipRange(CLIP, CLIP))
 
 
 class SharedSide:
+    activation_checkpointing = False
+
     def __init__(self, folder: Path):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        self.policy = Policy(folder, torch.float32, torch.device("cpu"))
+        self.policy = Policy(
+            folder,
+            torch.float32,
+            torch.device("cpu"),
+            activation_checkpointing=self.activation_checkpointing,
+        )
         self.optimizer = MasterAdamW(
             self.policy, AdamWSettings(0.9, 0.999, 1e-8, 0.0, MAX_GRADIENT_NORM)
         )

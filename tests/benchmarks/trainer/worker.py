@@ -30,7 +30,12 @@ from transformers.utils import logging
 
 from tests.benchmarks.trainer.shapes import Minibatch
 
-SIDES = {"shared": "SharedSide", "padded": "PaddedSide", "trl": "TrlSide"}
+SIDES = {
+    "shared": "SharedSide",
+    "recomputed": "RecomputedSide",
+    "padded": "PaddedSide",
+    "trl": "TrlSide",
+}
 
 
 class Side(Protocol):

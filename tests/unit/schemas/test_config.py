@@ -33,6 +33,8 @@ def test_a_minimal_file_is_synchronous_and_untruncated():
         ("sampling.top_p", 0.9, ["top_p", "sampling.allow_truncation = true"]),
         ("sampling.top_k", 5, ["top_k", "sampling.allow_truncation = true"]),
         ("sampling.min_p", 0.1, ["min_p", "sampling.allow_truncation = true"]),
+        ("trainer.compute_dtype", "float16", ["logprob_tolerance = 0.002", "0.02 for float16"]),
+        ("engine.compute_dtype", "bfloat16", ["rounding of bfloat16", "0.1 for bfloat16"]),
         ("sampling.max_tokens", 64, ["leaves no room for a prompt"]),
         ("run.run_id", "../x", ["run.run_id", "pattern"]),
         ("run.seed", -1, ["run.seed"]),
@@ -48,6 +50,12 @@ def test_a_bad_value_is_named_with_its_fix(path: str, value: Any, parts: list[st
     assert text.startswith("r.toml: ")
     for part in parts:
         assert part in text
+
+
+def test_16_bits_are_taken_with_a_tolerance_for_them():
+    data = with_("engine.logprob_tolerance", 0.02)
+    data["trainer"] = {**data["trainer"], "compute_dtype": "float16"}
+    assert parse_run_config(data, "r.toml").trainer.compute_dtype == "float16"
 
 
 def test_truncation_is_taken_from_someone_who_means_it():

@@ -5,8 +5,9 @@ from typing import Any, get_args
 
 import pytest
 
-from schemas.config import TrainerSection, changed_keys, parse_recorded_config, parse_run_config
+from schemas.config import changed_keys, parse_recorded_config, parse_run_config
 from schemas.objective import CAPPED, MASK_LIMITS, RECIPES
+from schemas.trainer_section import TrainerSection
 from tests.run_files import MINIMAL, message
 
 

@@ -82,6 +82,7 @@ def test_pairs_by_enumeration():
 def test_the_peak_is_that_of_a_known_gpu():
     assert peak_flops("NVIDIA H100 80GB HBM3", "bfloat16") == 989.4e12
     assert peak_flops("NVIDIA H100 PCIe", "bfloat16") == 756e12
+    assert peak_flops("NVIDIA H100 PCIe", "float16") == 756e12
     assert peak_flops("NVIDIA A100-SXM4-80GB", "float32") == 19.5e12
     assert peak_flops("NVIDIA L40S", "bfloat16") == 362e12
     assert peak_flops("NVIDIA GeForce RTX 9999", "bfloat16") is None

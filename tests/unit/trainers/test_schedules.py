@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from schemas.config import TrainerSection
+from schemas.trainer_section import TrainerSection
 from trainers.schedules import learning_rate
 
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from schemas.config import TrainerSection
 from schemas.tables import TABLES
+from schemas.trainer_section import TrainerSection
 from tasks.lake import Batch
 from trainers.optimizer import AdamWSettings, MasterAdamW
 from trainers.scoring import Scores, correct, score, scores_from_table, scores_table
