@@ -84,13 +84,13 @@ class PolicySection(Section):
 
 class EnvironmentSection(Section):
     name: str
-    options: dict[str, Any] = Field(default_factory=dict)
+    options: dict[str, Any] = Field(default={})
 
 
 class VllmSection(Section):
     """vLLM servers: a list of URLs to attach to, or a script that starts them on this machine."""
 
-    urls: list[str] = Field(default_factory=list, json_schema_extra=MAY_CHANGE)
+    urls: list[str] = Field(default=[], json_schema_extra=MAY_CHANGE)
     """They must be able to read `run.store` under the same path."""
     launch: Annotated[str | None, Field(json_schema_extra=MAY_CHANGE)] = None
     """Script that serves a model: called with model folder, port, max_model_tokens, compute_dtype,
