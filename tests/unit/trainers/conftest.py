@@ -26,6 +26,8 @@ def policy_folder(tmp_path_factory) -> Path:
 @pytest.fixture
 def make_policy(one_rank, policy_folder):
     def make(compute_dtype: torch.dtype = torch.float32) -> Policy:
+        # Its values are those of a fresh model, whichever tests ran before.
+        torch.manual_seed(0)
         return Policy(policy_folder, compute_dtype, torch.device("cpu"))
 
     return make
