@@ -26,7 +26,7 @@ layer lacks is not spared, and nothing else changes."""
 
 
 class LossPositions:
-    """Attached to a model, it runs what the next `wanted` names and no more."""
+    """Attached to a model, it runs what the latest `want` names and no more."""
 
     def __init__(self, model: PreTrainedModel, last_layer: nn.Module):
         """Raises `ValueError` where the model's logits are not those of its LM head."""

@@ -201,7 +201,7 @@ class Policy:
             on_device["logit_row"],
             on_device["target_ids"],
             temperatures.to(self.device),
-            truncation if truncation is not None and truncation.cuts else None,
+            truncation,
         )
         self._loss_positions.want(positions, targets)
         output = self.model(

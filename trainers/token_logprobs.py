@@ -27,7 +27,7 @@ CHUNK_BYTES = 2**27
 @dataclass(frozen=True)
 class Targets:
     """Action tokens as they were sampled, all [K]: `rows` i64, the position in [0, U) that predicts
-    each; `ids` i64; `temperatures` f32; `truncation`, None where nothing was cut."""
+    each; `ids` i64; `temperatures` f32; `truncation`, None of the whole distribution."""
 
     rows: Tensor
     ids: Tensor
@@ -69,11 +69,13 @@ class _TokenLogprobs(torch.autograd.Function):
             entropies.append(_entropy(log_softmax))
         ctx.save_for_backward(hidden, weight, bias)
         ctx.targets = targets
+        # Most losses read no entropy; its gradient is then None and costs nothing.
+        ctx.set_materialize_grads(False)
         nothing = hidden.new_zeros(0, dtype=torch.float32)
         return torch.cat(logprobs or [nothing]), torch.cat(entropies or [nothing])
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor):
+    def backward(ctx: Any, *grads: Tensor | None):
         hidden, weight, bias = ctx.saved_tensors
         of_hidden = torch.zeros_like(hidden, dtype=torch.float32)
         of_weight = torch.zeros_like(weight, dtype=torch.float32)
@@ -81,16 +83,19 @@ class _TokenLogprobs(torch.autograd.Function):
         start = 0
         for chunk in ctx.targets.chunks(len(weight)):
             stop = start + len(chunk.ids)
-            of_logprob, of_entropy = (grad[start:stop, None] for grad in grads)
+            of_logprob, of_entropy = (None if g is None else g[start:stop, None] for g in grads)
             start = stop
             read = hidden.index_select(0, chunk.rows)
             log_softmax = _log_softmax(read, weight, bias, chunk)
-            of_logits = log_softmax + _entropy(log_softmax)[:, None]
-            # Times p before all else: where a token was cut, log p is the lowest finite number.
-            probabilities = log_softmax.exp_()
-            of_logits.mul_(probabilities).mul_(of_entropy)
-            of_logits.add_(probabilities.mul_(of_logprob)).neg_()
-            of_logits.scatter_add_(1, chunk.ids[:, None], of_logprob)
+            probabilities = log_softmax.exp()
+            of_logits = torch.zeros_like(probabilities)
+            if of_entropy is not None:
+                # Times p before all else: where a token was cut, log p is the lowest finite number.
+                log_softmax += _entropy(log_softmax)[:, None]
+                of_logits -= log_softmax.mul_(probabilities).mul_(of_entropy)
+            if of_logprob is not None:
+                of_logits -= probabilities.mul_(of_logprob)
+                of_logits.scatter_add_(1, chunk.ids[:, None], of_logprob)
             of_logits = of_logits.div_(chunk.temperatures[:, None]).to(hidden.dtype)
             of_hidden.index_add_(0, chunk.rows, (of_logits @ weight).float())
             if hidden.dtype == torch.float32:
